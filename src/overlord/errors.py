@@ -1,0 +1,110 @@
+"""The named exceptions.
+
+Each carries its facts as fields and survives pickling: ``args`` equals the constructor's signature, so the default
+``__reduce__`` rebuilds it in another process. Each text says where, what was wanted, what was found and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class OverlordError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class JobError(OverlordError):
+    """A job that cannot run. Lists every problem at once, so that a job file is mended in one go."""
+
+    def __init__(self, problems: Sequence[str], where: str = "job"):
+        super().__init__(list(problems), where)
+        self.problems, self.where = list(problems), where
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return f"{self.where}: {self.problems[0]}"
+        return f"{self.where}: {len(self.problems)} problems\n" + "\n".join(f"  - {p}" for p in self.problems)
+
+
+class SourceError(OverlordError):
+    """A source that cannot be opened, read or trusted."""
+
+    def __init__(self, source: str, problem: str, path: str = "", remedy: str = ""):
+        super().__init__(source, problem, path, remedy)
+        self.source, self.problem, self.path, self.remedy = source, problem, path, remedy
+
+    def __str__(self) -> str:
+        where = f"source {self.source!r}" + (f", {self.path}" if self.path else "")
+        return f"{where}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+class TransformError(OverlordError):
+    """A transform that cannot work on this source at all (one bad row is quarantined instead)."""
+
+    def __init__(self, source: str, transform: str, problem: str, remedy: str = ""):
+        super().__init__(source, transform, problem, remedy)
+        self.source, self.transform, self.problem, self.remedy = source, transform, problem, remedy
+
+    def __str__(self) -> str:
+        where = f"source {self.source!r}, {self.transform}" if self.source else self.transform
+        return f"{where}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+class PlanError(OverlordError):
+    """A strategy or a plan that breaks a rule of the plan."""
+
+    def __init__(self, problem: str, step: int = -1, remedy: str = ""):
+        super().__init__(problem, step, remedy)
+        self.problem, self.step, self.remedy = problem, step, remedy
+
+    def __str__(self) -> str:
+        where = f"plan of step {self.step}: " if self.step >= 0 else "plan: "
+        return where + self.problem + (f"; {self.remedy}" if self.remedy else "")
+
+
+class StateMismatch(OverlordError):
+    """A saved state that belongs to another job. ``differences`` maps each part to (saved, found)."""
+
+    def __init__(self, differences: Mapping[str, tuple[str, str]], remedy: str = ""):
+        super().__init__(dict(differences), remedy)
+        self.differences, self.remedy = dict(differences), remedy
+
+    def __str__(self) -> str:
+        rows = "\n".join(f"  - {part}: saved {a}, found {b}" for part, (a, b) in sorted(self.differences.items()))
+        return f"the state belongs to another job; {len(self.differences)} part(s) differ\n{rows}" + (
+            f"\n{self.remedy}" if self.remedy else ""
+        )
+
+
+class DataStall(OverlordError):
+    """A wait that passed its deadline. Names what was waited for."""
+
+    def __init__(self, waiting_for: str, seconds: float, step: int = -1, rank: int = -1):
+        super().__init__(waiting_for, seconds, step, rank)
+        self.waiting_for, self.seconds, self.step, self.rank = waiting_for, seconds, step, rank
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank} waited" if self.rank >= 0 else "waited"
+        return f"{who} {self.seconds:.1f} s for step {self.step}: {self.waiting_for}"
+
+
+class ActorLost(OverlordError):
+    """A part of the system that died and could not be replaced."""
+
+    def __init__(self, name: str, reason: str):
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f"{self.name} is lost: {self.reason}"
+
+
+class JournalError(OverlordError):
+    """A journal that cannot be written, or that cannot be trusted."""
+
+    def __init__(self, path: str, problem: str, remedy: str = ""):
+        super().__init__(path, problem, remedy)
+        self.path, self.problem, self.remedy = path, problem, remedy
+
+    def __str__(self) -> str:
+        return f"journal {self.path}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")

@@ -1,0 +1,254 @@
+"""Job, Source, Batch: everything that shapes the stream, frozen and validated.
+
+One validator serves Python and YAML (``docs/decisions/0008``): each class lists all of its problems, a job lists its
+own and those of its parts, and ``JobError`` shows them together.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from overlord.errors import JobError
+from overlord.placetree import ClientPlaceTree
+
+UNIT = 2**40  # weights are whole numbers that sum to this, so that mixing is exact on every machine
+LAYOUTS = ("packed", "padded")
+LABELS = ("shifted", "unshifted")
+ON_LONG = ("truncate", "split", "quarantine")
+DRAWS = ("exact", "random")
+MIX_EVERY = ("step", "microbatch", "epoch")
+OVERFLOWS = ("grow", "defer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One global step. Give its size in ``samples`` or in ``tokens``; ``microbatches`` is a minimum."""
+
+    samples: int | None = None
+    tokens: int | None = None
+    microbatches: int = 1
+    context: int = 0  # tokens of one microbatch of one bucket, before context-parallel slicing
+    layout: str = "packed"
+    pad_multiple: int = 1  # every document is padded to a multiple of this
+    pad_id: int = 0
+    labels: str = "shifted"
+
+    def __post_init__(self) -> None:
+        if problems := self.problems():
+            raise JobError(problems, "batch")
+
+    def problems(self) -> list[str]:
+        found = []
+        if (self.samples is None) == (self.tokens is None):
+            found.append("batch: wanted exactly one of samples= and tokens=")
+        for name, least in (("samples", 1), ("tokens", 1), ("microbatches", 1), ("context", 1), ("pad_multiple", 1), ("pad_id", 0)):
+            value = getattr(self, name)
+            if name in ("samples", "tokens") and value is None:
+                continue
+            if not _is_int(value) or value < least:
+                found.append(f"batch.{name}: wanted a whole number of at least {least}, found {value!r}")
+        found += _one_of("batch.layout", self.layout, LAYOUTS) + _one_of("batch.labels", self.labels, LABELS)
+        if not found and self.context % self.pad_multiple:
+            found.append(f"batch.context: wanted a multiple of pad_multiple={self.pad_multiple}, found {self.context}")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One source: files, a map-style dataset or a replayable factory, and what is done to its rows.
+
+    ``path`` is a glob, a directory, a file, a list of these, a store's URI, an object with ``__len__`` and
+    ``__getitem__``, or an ``ov.Factory``. ``format`` is told from the file name when it is not given.
+    """
+
+    name: str
+    path: Any
+    transforms: Sequence[Any] = field(default=(), kw_only=True)
+    weight: float = field(default=1.0, kw_only=True)
+    format: str | None = field(default=None, kw_only=True)
+    epochs: int | None = field(default=1, kw_only=True)  # None: repeat for ever
+    shuffle: bool = field(default=True, kw_only=True)
+    max_bad: int = field(default=100, kw_only=True)  # failures in a row, in stream order, that stop the job
+    max_sample_bytes: int = field(default=2**26, kw_only=True)  # a larger row is quarantined, not read into memory
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transforms", tuple(self.transforms) if isinstance(self.transforms, (list, tuple)) else self.transforms)
+        if problems := self.problems():
+            raise JobError(problems, f"source {self.name!r}")
+
+    def problems(self) -> list[str]:
+        at, found = f"source {self.name!r}", []
+        if not isinstance(self.name, str) or not self.name or "\x1f" in self.name or "/" in self.name:
+            found.append(f"{at}: wanted a name without '/', found {self.name!r}")
+        if isinstance(self.path, (list, tuple)):
+            if not self.path:
+                found.append(f"{at}.path: the list of files is empty")
+            twice = sorted({str(p) for p in self.path if list(self.path).count(p) > 1})
+            found += [f"{at}.path: {p} is listed twice; its rows would be read twice" for p in twice]
+        elif not self.path and not hasattr(self.path, "__getitem__"):
+            found.append(f"{at}.path: wanted files, a dataset or a factory, found {self.path!r}")
+        if not _is_real(self.weight) or not math.isfinite(self.weight) or self.weight < 0:
+            found.append(f"{at}.weight: wanted a finite number of at least 0, found {self.weight!r}")
+        if self.epochs is not None and (not _is_int(self.epochs) or self.epochs < 1):
+            found.append(f"{at}.epochs: wanted a whole number of at least 1, or None for ever, found {self.epochs!r}")
+        if not isinstance(self.shuffle, bool):
+            found.append(f"{at}.shuffle: wanted true or false, found {self.shuffle!r}")
+        for name in ("max_bad", "max_sample_bytes"):
+            if not _is_int(getattr(self, name)) or getattr(self, name) < 1:
+                found.append(f"{at}.{name}: wanted a whole number of at least 1, found {getattr(self, name)!r}")
+        if not isinstance(self.transforms, tuple):
+            found.append(f"{at}.transforms: wanted a list, found {type(self.transforms).__name__}")
+        else:
+            found += [f"{at}.transforms[{i}]: {t!r} is no transform" for i, t in enumerate(self.transforms) if not hasattr(t, "fingerprint")]
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Everything that shapes the stream (fingerprinted), and ``place`` and ``journal`` (not fingerprinted)."""
+
+    name: str
+    sources: Sequence[Source]
+    batch: Batch
+    place: ClientPlaceTree = field(default_factory=ClientPlaceTree)
+    mixture: Any = None  # None: the sources' weights; or a mapping name -> weight; or a schedule
+    strategy: str | Callable[..., Any] = "llm_balance"
+    seed: int = 0
+    journal: str | None = None
+    until: str | int = "all"
+    draw: str = "exact"
+    mix_every: str = "step"
+    look_ahead: int = 1
+    max_age: int = 8
+    overflow: str = "grow"
+    shuffle_chunks: int = 8
+    slice_rows: int = 256
+    chunk_bytes: int = 2**23
+    feedback_lag: int = 8
+    on_long: str = "truncate"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sources, (list, tuple)):
+            object.__setattr__(self, "sources", tuple(self.sources))
+        if problems := self.problems():
+            raise JobError(problems, f"job {self.name!r}")
+
+    def __repr__(self) -> str:
+        size = f"{self.batch.samples} samples" if self.batch.samples else f"{self.batch.tokens} tokens"
+        return f"Job({self.name!r}, {len(self.sources)} sources, {size} a step, {self.place}, {_name_of(self.strategy)}, seed {self.seed})"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(source.name for source in self.sources)
+
+    @property
+    def document_multiple(self) -> int:
+        """Every document is padded to a multiple of this: what context parallelism and the batch ask for."""
+        return self.batch.pad_multiple * (2 * self.place.cp if self.place.cp > 1 else 1)
+
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        if not isinstance(self.name, str) or not self.name:
+            found.append(f"name: wanted a name, found {self.name!r}")
+        found += self._source_problems()
+        if not isinstance(self.batch, Batch):
+            found.append(f"batch: wanted a Batch, found {self.batch!r}")
+        if not isinstance(self.place, ClientPlaceTree):
+            found.append(f"place: wanted a ClientPlaceTree, found {self.place!r}")
+        elif isinstance(self.batch, Batch) and self.batch.context % self.document_multiple:
+            found.append(f"batch.context: wanted a multiple of {self.document_multiple} (pad_multiple and cp), found {self.batch.context}")
+        for name, least in (("seed", 0), ("look_ahead", 1), ("max_age", 1), ("shuffle_chunks", 1), ("slice_rows", 1), ("chunk_bytes", 1), ("feedback_lag", 1)):
+            if not _is_int(getattr(self, name)) or getattr(self, name) < least:
+                found.append(f"{name}: wanted a whole number of at least {least}, found {getattr(self, name)!r}")
+        for name, known in (("draw", DRAWS), ("mix_every", MIX_EVERY), ("overflow", OVERFLOWS), ("on_long", ON_LONG)):
+            found += _one_of(name, getattr(self, name), known)
+        if not (self.until in ("all", "first") or (_is_int(self.until) and int(self.until) >= 1)):
+            found.append(f'until: wanted "all", "first" or a number of steps, found {self.until!r}')
+        if not callable(self.strategy) and not isinstance(self.strategy, str):
+            found.append(f"strategy: wanted a name or a function, found {self.strategy!r}")
+        return found + self._not_yet()
+
+    def _source_problems(self) -> list[str]:
+        if not isinstance(self.sources, tuple) or not self.sources:
+            return [f"sources: wanted at least one Source, found {self.sources!r}"]
+        wrong = [f"sources[{i}]: wanted a Source, found {s!r}" for i, s in enumerate(self.sources) if not isinstance(s, Source)]
+        if wrong:
+            return wrong
+        found = [f"sources: the name {n!r} is used twice" for n in sorted({n for n in self.names if self.names.count(n) > 1})]
+        if self.mixture is None and all(s.weight == 0 for s in self.sources):
+            found.append("sources: all weights are zero, so no sample would ever be drawn")
+        if isinstance(self.mixture, Mapping):
+            found += mixture_problems(self.mixture, self.names)
+        elif self.mixture is not None and not callable(self.mixture):
+            found.append(f"mixture: wanted a mapping of weights or a schedule, found {self.mixture!r}")
+        return found
+
+    def _not_yet(self) -> list[str]:
+        """What the design names and this version does not do: refused, never ignored."""
+        found = []
+        if self.look_ahead != 1:
+            found.append("look_ahead: only 1 is available in this version")
+        if self.overflow != "grow":
+            found.append('overflow: only "grow" is available in this version')
+        if isinstance(self.place, ClientPlaceTree) and (self.place.cp, self.place.tp, self.place.pp) != (1, 1, 1):
+            found.append(f"place: only data parallelism is delivered in this version (cp=tp=pp=1), found {self.place}")
+        if self.journal is not None:
+            found.append("journal: durability across crashes is not available in this version; use state_dict()")
+        return found
+
+    @staticmethod
+    def from_yaml(path: str | Path) -> Job:
+        """A job from one YAML file with the same names; relative paths are relative to the file."""
+        from overlord.jobfile import read_job  # PyYAML and transforms are needed only here
+
+        return read_job(path)
+
+    def to_yaml(self) -> str:
+        from overlord.jobfile import write_job
+
+        return write_job(self)
+
+
+def mixture_problems(weights: Mapping[str, float], names: Iterable[str]) -> list[str]:
+    """What is wrong with a mapping of source name to weight."""
+    known, found = tuple(names), []
+    for name, weight in weights.items():
+        if name not in known:
+            found.append(f"mixture: unknown source {name!r}{did_you_mean(name, known)}")
+        elif not _is_real(weight) or not math.isfinite(weight) or weight < 0:
+            found.append(f"mixture: the weight of {name!r} must be a finite number of at least 0, found {weight!r}")
+    if not found and not any(weights.values()):
+        found.append("mixture: all weights are zero, so no sample would ever be drawn")
+    return found
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(str(name), names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names[:20])}"
+
+
+def defaults(cls: type) -> dict[str, Any]:
+    """Field defaults of one of the classes above, for writing YAML that says only what differs."""
+    return {f.name: f.default if f.default is not MISSING else MISSING for f in fields(cls)}
+
+
+def _name_of(strategy: Any) -> str:
+    return strategy if isinstance(strategy, str) else getattr(strategy, "__name__", repr(strategy))
+
+
+def _one_of(name: str, value: Any, known: Sequence[str]) -> list[str]:
+    return [] if value in known else [f"{name}: wanted one of {', '.join(known)}, found {value!r}"]
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
