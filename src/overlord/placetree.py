@@ -6,6 +6,7 @@ DeviceMesh does. A *bucket* is a group of ranks that consumes the same microbatc
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from overlord.errors import JobError
 
 AXES = ("pp", "dp", "cp", "tp")
+BUCKET_AXES = {"DP": ("dp",), "CP": ("dp", "cp"), "WORLD": AXES, "PP": ("pp",), "TP": ("tp",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,10 @@ class ClientPlaceTree:
         object.__setattr__(self, "order", tuple(self.order))
 
     @property
+    def _shape(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in self.order)
+
+    @property
     def world(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
 
@@ -48,26 +54,31 @@ class ClientPlaceTree:
         """Where a rank stands on every axis."""
         if not 0 <= rank < self.world:
             raise JobError([f"rank {rank} is outside 0..{self.world - 1} of {self}"], "place")
-        at = np.unravel_index(rank, [getattr(self, axis) for axis in self.order])
+        at = np.unravel_index(rank, self._shape)
         return {axis: int(i) for axis, i in zip(self.order, at, strict=True)}
 
+    def rank(self, **at: int) -> int:
+        """The rank at a place; axes left out stand at 0. The inverse of ``coordinate``."""
+        wrong = [f"{axis}={i!r} is outside {self}" for axis, i in at.items() if axis not in AXES or not 0 <= i < getattr(self, axis)]
+        if wrong:
+            raise JobError(wrong, "place")
+        return int(np.ravel_multi_index([at.get(axis, 0) for axis in self.order], self._shape))
+
     def buckets(self, axis: str = "DP") -> list[list[int]]:
-        """Ranks by bucket. ``DP``: one bucket per replica; ``CP``: every (dp, cp) pair; ``WORLD``: every rank."""
-        groups = {"DP": ("dp",), "CP": ("dp", "cp"), "WORLD": ("dp", "cp", "pp", "tp"), "PP": ("pp",), "TP": ("tp",)}
-        if axis not in groups:
-            raise JobError([f"unknown axis {axis!r}; known: {', '.join(groups)}"], "place")
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world):
-            at = self.coordinate(rank)
-            found.setdefault(tuple(at[a] for a in groups[axis]), []).append(rank)
-        return [found[key] for key in sorted(found)]
+        """Ranks by bucket. ``DP``: one bucket per replica; ``CP``: every (dp, cp) pair; ``WORLD``: every rank, in rank order."""
+        n = self.n_buckets(axis)
+        if axis == "WORLD":
+            return [[rank] for rank in range(n)]
+        grid = np.arange(self.world).reshape(self._shape)
+        inner = [a for a in self.order if a not in BUCKET_AXES[axis]]
+        moved = grid.transpose([self.order.index(a) for a in (*BUCKET_AXES[axis], *inner)])
+        return moved.reshape(n, -1).tolist()
 
     def n_buckets(self, axis: str = "DP") -> int:
         """How many buckets the axis has, without listing ranks."""
-        sizes = {"DP": self.dp, "CP": self.dp * self.cp, "WORLD": self.world, "PP": self.pp, "TP": self.tp}
-        if axis not in sizes:
-            raise JobError([f"unknown axis {axis!r}; known: {', '.join(sizes)}"], "place")
-        return sizes[axis]
+        if axis not in BUCKET_AXES:
+            raise JobError([f"unknown axis {axis!r}; known: {', '.join(BUCKET_AXES)}"], "place")
+        return math.prod(getattr(self, a) for a in BUCKET_AXES[axis])
 
     def __str__(self) -> str:
         return "x".join(f"{axis}{getattr(self, axis)}" for axis in self.order)

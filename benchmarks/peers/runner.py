@@ -1,0 +1,185 @@
+"""Runs one cell in fresh processes and turns their marks into figures."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from peers.kernel import Work
+from peers.measure import pss_bytes
+
+HERE = Path(__file__).resolve().parents[1]
+PROCESS_PER_RANK = ("nodes", "torch", "torch-numpy")  # as torchrun starts them; the others serve all ranks from one process
+SAMPLE_S = 0.25  # between two looks at memory; each look costs the cell a short lock on its address space
+LAST = "end"
+
+
+class CellFailed(RuntimeError):
+    """A cell that ended early or never; carries what it wrote to its error stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What one run of one cell cost, over all of its processes."""
+
+    peer: str
+    job: str
+    n_sources: int
+    processes: int
+    tokens: int  # delivered in all
+    steady_tokens: int  # of these, in the steady part
+    steady_cpu_s: float
+    steady_wall_s: float
+    startup_cpu_s: float  # until every rank has its first step; imports left out
+    first_step_s: float
+    cpu_s: float  # of everything: start-up, warming up and the steady part
+    wall_s: float
+    pss_mb: float  # highest seen
+    idle_pss_mb: float  # after imports, before anything was opened
+    bytes_per_token: float
+    tokens_per_microbatch: float
+
+    @property
+    def steady_cpu(self) -> float:
+        """CPU seconds per million tokens: the figure that ratios are made of."""
+        return self.steady_cpu_s / self.steady_tokens * 1e6
+
+    @property
+    def whole_cpu(self) -> float:
+        return self.cpu_s / self.tokens * 1e6
+
+    @property
+    def speed(self) -> float:
+        """Million tokens per second of wall time, steady."""
+        return self.steady_tokens / self.steady_wall_s / 1e6
+
+
+def run_cell(work: Work, timeout_s: float) -> Figures:
+    """Starts the cell's processes, lets them go together, samples memory until the last has finished, kills them."""
+    processes = work.ranks if work.peer in PROCESS_PER_RANK else 1
+    works = [replace(work, rank=rank, processes=processes) for rank in range(processes)]
+    with tempfile.TemporaryFile("w+") as errors:
+        children = [_start(w, errors) for w in works]
+        try:
+            return _observe(work, children, errors, time.monotonic() + timeout_s)
+        finally:
+            for child in children:
+                _kill_group(child)
+
+
+def _start(work: Work, errors: Any) -> subprocess.Popen:
+    # One thread each in libraries that would otherwise start one per core: what is counted is work, not idle spinning.
+    single = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, **single, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src")])}
+    command = [sys.executable, "-m", "peers.cell", json.dumps(asdict(work))]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, cwd=HERE, start_new_session=True
+    )
+
+
+def _observe(work: Work, children: list[subprocess.Popen], errors: Any, deadline: float) -> Figures:
+    pids = [child.pid for child in children]
+    lines = _Lines(work, children, errors, deadline)
+    lines.wait_for(lambda said: all(any("ready" in line for line in s) for s in said))
+    idle = pss_bytes(pids)
+    go = time.monotonic()
+    for child in children:
+        child.stdin.write(b"go\n")
+        child.stdin.flush()
+    peak = idle
+
+    def finished(said: list[list[dict]]) -> bool:
+        nonlocal peak
+        peak = max(peak, pss_bytes(pids))
+        return all(any(line.get("at") == LAST for line in s) for s in said)
+
+    lines.wait_for(finished)
+    marks = [{line["at"]: line for line in said if "at" in line} for said in lines.said]
+    return _figures(work, marks, go, peak, idle)
+
+
+class _Lines:
+    """The JSON lines of all processes of a cell, read as they come."""
+
+    def __init__(self, work: Work, children: list[subprocess.Popen], errors: Any, deadline: float):
+        self.work, self.children, self.errors, self.deadline = work, children, errors, deadline
+        self.said: list[list[dict]] = [[] for _ in children]
+        self.rest = [b"" for _ in children]
+        self.selector = selectors.DefaultSelector()
+        for i, child in enumerate(children):
+            self.selector.register(child.stdout, selectors.EVENT_READ, i)
+
+    def wait_for(self, done: Any) -> None:
+        """Reads until ``done(said)``, which is asked at least every SAMPLE_S."""
+        next_look = 0.0
+        while True:
+            now = time.monotonic()
+            if now >= next_look or self.all_have_ended():
+                if done(self.said):
+                    return
+                next_look = time.monotonic() + SAMPLE_S
+            if now > self.deadline:
+                self.fail("ran past its time limit")
+            for key, _ in self.selector.select(timeout=max(0.0, next_look - now)):
+                self.read(key.data, key.fileobj)
+
+    def all_have_ended(self) -> bool:
+        return all(s and s[-1].get("at") == LAST for s in self.said)
+
+    def read(self, i: int, stream: Any) -> None:
+        data = os.read(stream.fileno(), 65536)
+        if not data:
+            self.fail(f"process {i} ended early")
+        *whole, self.rest[i] = (self.rest[i] + data).split(b"\n")
+        self.said[i] += [json.loads(line) for line in whole if line.startswith(b"{")]
+
+    def fail(self, what: str) -> None:
+        self.errors.seek(0)
+        w = self.work
+        raise CellFailed(f"{w.peer}, {w.job}, {w.n_sources} sources: {what}\n{self.errors.read()[-3000:]}")
+
+
+def _figures(work: Work, marks: list[Mapping[str, Any]], go: float, peak: int, idle: int) -> Figures:
+    def total(key: str, since: str, until: str) -> float:
+        return sum(m[until][key] - m[since][key] for m in marks)
+
+    tokens = total("tokens", "start", LAST)
+    return Figures(
+        peer=work.peer,
+        job=work.job,
+        n_sources=work.n_sources,
+        processes=len(marks),
+        tokens=int(tokens),
+        steady_tokens=int(total("tokens", "warm", LAST)),
+        steady_cpu_s=total("cpu", "warm", LAST),
+        steady_wall_s=max(m[LAST]["wall"] for m in marks) - min(m["warm"]["wall"] for m in marks),
+        startup_cpu_s=total("cpu", "start", "first"),
+        first_step_s=max(m["first"]["wall"] for m in marks) - go,
+        cpu_s=total("cpu", "start", LAST),
+        wall_s=max(m[LAST]["wall"] for m in marks) - go,
+        pss_mb=peak / 2**20,
+        idle_pss_mb=idle / 2**20,
+        bytes_per_token=total("nbytes", "start", LAST) / tokens,
+        tokens_per_microbatch=tokens / total("microbatches", "start", LAST),
+    )
+
+
+def _kill_group(child: subprocess.Popen) -> None:
+    """The cell leads a session of its own, so this reaches its workers and nobody else."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    for stream in (child.stdin, child.stdout):
+        if stream:
+            stream.close()

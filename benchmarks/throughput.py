@@ -1,0 +1,268 @@
+"""The same job through Overlord, a bare loop, torchdata.nodes and torch's DataLoader, in one run on the same data.
+
+    python benchmarks/throughput.py                                     # everything, about half an hour
+    python benchmarks/throughput.py --sources 5 --pairs 1 --quick       # a first look, about two minutes
+
+How it is measured, and what the columns mean: benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # corpus and peers, also when started from elsewhere
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from corpus import Corpus, default_folder, make_corpus
+from peers.cell import MODULES
+from peers.kernel import Work
+from peers.runner import CellFailed, Figures, run_cell
+
+TOKENS = {"null": 200_000_000, "tokenized": 8_000_000}  # 5 to 20 seconds a cell on two cores
+QUICK = 10  # times fewer tokens
+HEADINGS = (
+    "job", "sources", "loader", "CPU s/Mtok", "x bare", "above bare, us/tok", "whole CPU s/Mtok", "start-up CPU s",
+    "first step s", "Mtok/s", "PSS MB", "over idle MB", "processes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paired:
+    """One run of a peer, and the bare runs directly before and after it."""
+
+    run: Figures
+    before: Figures
+    after: Figures
+
+    @property
+    def bare_cpu(self) -> float:
+        """The neighbours' mean, so that a machine that slows down between them slows both sides alike."""
+        return (self.before.steady_cpu + self.after.steady_cpu) / 2
+
+    @property
+    def ratio(self) -> float:
+        return self.run.steady_cpu / self.bare_cpu
+
+    @property
+    def above_us(self) -> float:
+        return self.run.steady_cpu - self.bare_cpu  # seconds per million tokens are microseconds per token
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A job at a number of sources, with all of its runs in the order they were made: bare, peer, bare, peer, ..., bare."""
+
+    job: str
+    n_sources: int
+    runs: list[Figures]
+
+    def of(self, peer: str) -> list[Figures]:
+        return [run for run in self.runs if run.peer == peer]
+
+    def paired(self, peer: str) -> list[Paired]:
+        return [
+            Paired(run=run, before=self.runs[i - 1], after=self.runs[i + 1])
+            for i, run in enumerate(self.runs)
+            if run.peer == peer and 0 < i < len(self.runs) - 1
+        ]
+
+
+def order_of_cells(peers: Sequence[str], pairs: int) -> list[str]:
+    """Every run of a peer stands between two bare runs; who comes first changes from round to round."""
+    others = [peer for peer in peers if peer != "bare"]
+    rounds = [others[r % len(others) :] + others[: r % len(others)] for r in range(pairs)] if others else [["bare"]] * (pairs - 1)
+    cells = ["bare"]
+    for peer in (peer for one in rounds for peer in one):
+        cells += [peer, "bare"] if peer != "bare" else ["bare"]
+    return cells
+
+
+def measure(
+    corpora: dict[int, Corpus],
+    jobs: Sequence[str],
+    cells: Sequence[str],
+    tokens: dict[str, int],
+    seed: int,
+    limit_s: float,
+    console: Console,
+) -> list[Setting]:
+    """All cells, one at a time: two at once would disturb each other."""
+    settings = [Setting(job, n, []) for job in jobs for n in corpora]
+    with _progress(console) as progress:
+        bar = progress.add_task("", total=len(settings) * len(cells))
+        for setting in settings:
+            for peer in cells:
+                progress.update(bar, description=f"{setting.job}, {setting.n_sources} sources: {peer}")
+                work = Work(peer, setting.job, str(corpora[setting.n_sources].folder), setting.n_sources, tokens[setting.job], seed=seed)
+                setting.runs.append(run_cell(work, limit_s))
+                progress.advance(bar)
+            progress.console.print(_table(setting, list(dict.fromkeys(cells))))
+    return settings
+
+
+def rows_of(setting: Setting, peers: Sequence[str]) -> list[list[str]]:
+    """The table's lines of one setting: medians, and for ratios the spread beside them."""
+    rows = []
+    for peer in peers:
+        runs, paired = setting.of(peer), setting.paired(peer) if peer != "bare" else []
+        row = [setting.job, str(setting.n_sources), peer, _median(runs, "steady_cpu", ".4f")]
+        row += [_spread([p.ratio for p in paired], ".2f"), _spread([p.above_us for p in paired], "+.3f")] if paired else ["1", "0"]
+        row += [_median(runs, name, form) for name, form in (("whole_cpu", ".4f"), ("startup_cpu_s", ".2f"), ("first_step_s", ".2f"))]
+        row += [_median(runs, "speed", ".2f"), _median(runs, "pss_mb", ".0f")]
+        row += [f"{statistics.median(run.pss_mb - run.idle_pss_mb for run in runs):.0f}", str(runs[0].processes)]
+        rows.append(row)
+    return rows
+
+
+def _median(runs: Sequence[Figures], name: str, form: str) -> str:
+    return format(statistics.median(getattr(run, name) for run in runs), form)
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    """Median, lowest and highest."""
+    middle = format(statistics.median(values), form)
+    return middle if len(values) == 1 else f"{middle} ({format(min(values), form)} to {format(max(values), form)})"
+
+
+def _table(setting: Setting, peers: Sequence[str]) -> Table:
+    table = Table(*HEADINGS[2:], header_style="bold", title=f"{setting.job}, {setting.n_sources} sources", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows_of(setting, peers):
+        table.add_row(*row[2:])
+    return table
+
+
+def markdown(settings: Sequence[Setting], peers: Sequence[str], pairs: int, tokens: dict[str, int], today: str) -> str:
+    """The dated table for benchmarks/results."""
+    sizes = ", ".join(f"{job} {n / 1e6:g} M tokens" for job, n in tokens.items())
+    lines = [f"# Throughput, {today}", "", machine(), ""]
+    lines += [f"{pairs} run(s) of each peer, each between two bare runs; {sizes} a run."]
+    lines += ["Medians; in brackets lowest and highest. How to read it: `benchmarks/README.md`.", ""]
+    lines += ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
+    lines += ["| " + " | ".join(row) + " |" for setting in settings for row in rows_of(setting, peers)]
+    return "\n".join(lines) + "\n"
+
+
+def machine() -> str:
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ""
+    )
+    versions = ", ".join(
+        f"{name} {metadata.version(name)}" for name in ("numpy", "pyarrow", "tokenizers", "torch", "torchdata") if _installed(name)
+    )
+    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
+    return f"{len(os.sched_getaffinity(0))} CPUs ({model}), Python {platform.python_version()}, {versions}; load average at the end {load}."
+
+
+def _installed(name: str) -> bool:
+    try:
+        return bool(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+        console=console,
+    )  # fmt: skip
+
+
+def _words(known: Sequence[str]) -> click.ParamType:
+    class Words(click.ParamType):
+        name = ",".join(known)
+
+        def convert(self, value: str | list[str], param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+            words = value.split(",") if isinstance(value, str) else value
+            for word in words:
+                if word not in known:
+                    self.fail(f"{word!r} is none of {', '.join(known)}", param, ctx)
+            return words
+
+    return Words()
+
+
+class Numbers(click.ParamType):
+    name = "N,N,..."
+
+    def convert(self, value: str | list[int], param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        try:
+            return [int(part) for part in value.split(",")] if isinstance(value, str) else value
+        except ValueError:
+            self.fail(f"wanted whole numbers with commas between them, found {value!r}", param, ctx)
+
+
+class TokenCounts(click.ParamType):
+    name = "null=200M,tokenized=8M"
+
+    def convert(self, value: str | dict[str, int], param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
+        if isinstance(value, dict):
+            return value
+        try:
+            pairs = dict(part.split("=") for part in value.split(","))
+            counts = {job: int(float(n.upper().removesuffix("M")) * (1e6 if n.upper().endswith("M") else 1)) for job, n in pairs.items()}
+        except ValueError:
+            self.fail(f"wanted something like {self.name}, found {value!r}", param, ctx)
+        if unknown := sorted(set(counts) - set(TOKENS)):
+            self.fail(f"unknown job {unknown[0]!r}; known: {', '.join(TOKENS)}", param, ctx)
+        return {**TOKENS, **counts}
+
+
+@click.command(help=__doc__.split("\n")[0])
+@click.option("--sources", type=Numbers(), default="5,100,300", show_default=True, help="How many sources; one setting each.")
+@click.option("--jobs", type=_words(tuple(TOKENS)), default="null,tokenized", show_default=True)
+@click.option(
+    "--peers",
+    type=_words(tuple(MODULES)),
+    default="bare,overlord,nodes,torch",
+    show_default=True,
+    help="Also torch-numpy, overlord-shuffled.",
+)
+@click.option("--pairs", type=click.IntRange(1), default=5, show_default=True, help="Runs of each peer, each between two bare runs.")
+@click.option("--tokens", type=TokenCounts(), default=TOKENS, help="Tokens a cell delivers, by job.  [default: null=200M,tokenized=8M]")
+@click.option("--quick", is_flag=True, help=f"{QUICK} times fewer tokens: a look, not a measurement.")
+@click.option("--data", type=click.Path(path_type=Path, file_okay=False), default=default_folder, help="Where the data is made and kept.")
+@click.option("--seed", type=int, default=1, show_default=True)
+@click.option("--limit", "limit_s", type=float, default=900.0, show_default=True, help="Seconds after which a cell is given up.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Writes every run's figures there.")
+@click.option("--save", is_flag=True, help="Writes the table, dated, to benchmarks/results.")
+def main(sources: list[int], jobs: list[str], peers: list[str], pairs: int, tokens: dict[str, int], quick: bool, data: Path, seed: int,
+         limit_s: float, json_path: Path | None, save: bool) -> None:  # fmt: skip
+    console = Console()
+    tokens = {job: n // (QUICK if quick else 1) for job, n in tokens.items() if job in jobs}
+    peers = ["bare", *(peer for peer in dict.fromkeys(peers) if peer != "bare")]
+    with _progress(console) as progress:
+        bars = {name: progress.add_task(f"data: {name}", total=None) for name in ("sources", "tokenizer")}
+        corpora = {n: make_corpus(data, n, seed, lambda name, at, of: progress.update(bars[name], completed=at, total=of)) for n in sources}
+    try:
+        settings = measure(corpora, jobs, order_of_cells(peers, pairs), tokens, seed, limit_s, console)
+    except CellFailed as failure:
+        raise click.ClickException(str(failure)) from failure
+    today = datetime.date.today().isoformat()
+    console.print(machine())
+    if json_path:
+        runs = [asdict(run) for setting in settings for run in setting.runs]
+        json_path.write_text(json.dumps({"date": today, "machine": machine(), "pairs": pairs, "runs": runs}, indent=1))
+    if save:
+        path = Path(__file__).parent / "results" / f"throughput-{today}.md"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(markdown(settings, peers, pairs, tokens, today))
+        console.print(f"saved {path}")
+
+
+if __name__ == "__main__":
+    main()

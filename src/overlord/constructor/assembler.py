@@ -1,0 +1,99 @@
+"""The Data Constructor core of one bucket: which steps can be built, who gets them, when they may go. Pure.
+
+A step is built once for all ranks of the bucket, delivered in step order, and let go when every rank has taken it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from overlord.messages import Attach, Build, Built, Consumed, Deliver, Detach, End, Finish, Release, Stage, Staged
+
+Command = Build | Deliver | Release | End
+
+PLANNED, BUILDING, BUILT = "planned", "building", "built"
+
+
+class Assembler:
+    """``handle(event) -> commands``."""
+
+    def __init__(self, bucket: int, ranks: Sequence[int]):
+        self.bucket, self.ranks = bucket, tuple(ranks)
+        self._wanted: dict[int, int] = {}  # attached rank -> last step it took
+        self._delivered: dict[int, int] = {}  # attached rank -> last step sent to it
+        self._steps: dict[int, str] = {}  # step -> status, in step order
+        self._finish: Finish | None = None
+        self._ended: set[int] = set()  # ranks that were told
+
+    def handle(self, event: Any, now: float = 0.0) -> list[Command]:
+        match event:
+            case Stage(plan=plan, skipped=skipped):
+                if not skipped:
+                    self._steps[plan.step] = PLANNED
+            case Staged(step=step):
+                if step in self._steps and self._wanted:
+                    self._steps[step] = BUILDING
+                    return [Build(step, self.bucket)]
+                self._steps.pop(step, None)
+                return [Release(step, self.bucket), *self._deliver()]
+            case Built(step=step):
+                if step not in self._steps:  # everyone detached while it was being built
+                    return [Release(step, self.bucket)]
+                self._steps[step] = BUILT
+                return self._deliver()
+            case Attach(rank=rank) if rank in self.ranks:
+                # The window opens at the first step nobody of the bucket has taken: steps before it are gone.
+                first = min(self._steps, default=0) - 1
+                self._wanted.setdefault(rank, first)
+                self._delivered.setdefault(rank, first)
+                return self._deliver()
+            case Detach(rank=rank) if rank in self.ranks:
+                self._wanted.pop(rank, None)
+                self._delivered.pop(rank, None)
+                self._ended.discard(rank)
+                return self._release()
+            case Consumed(rank=rank, step=step) if rank in self._wanted:
+                self._wanted[rank] = step
+                return self._release()
+            case Finish():
+                self._finish = event
+                return self._deliver()
+            case Attach() | Detach() | Consumed():
+                pass
+            case _:
+                raise TypeError(f"an assembler does not know {type(event).__name__}")
+        return []
+
+    def _deliver(self) -> list[Command]:
+        """Send built steps in order; a step that is still being built holds back those behind it."""
+        commands: list[Command] = []
+        for step, status in self._steps.items():
+            if status != BUILT:
+                break
+            for rank, last in self._delivered.items():
+                if last < step:
+                    self._delivered[rank] = step
+                    commands.append(Deliver(step, rank))
+        if self._finish is not None and all(status == BUILT for status in self._steps.values()):
+            commands += [End(rank, self._finish.error) for rank in self._delivered if rank not in self._ended]
+            self._ended.update(self._delivered)
+        return commands
+
+    def _release(self) -> list[Command]:
+        taken = min(self._wanted.values()) if self._wanted else None
+        gone = [s for s, status in self._steps.items() if status == BUILT and (taken is None or s <= taken)]
+        for step in gone:
+            del self._steps[step]
+        return [Release(step, self.bucket) for step in gone]
+
+    def waiting(self) -> str:
+        """What the next undelivered step waits for, in words; empty when no step is planned."""
+        for step, status in self._steps.items():
+            if status != BUILT:
+                return f"step {step}: {'its payload' if status == PLANNED else 'its microbatches to be built'}"
+        return ""
+
+    def check(self) -> None:
+        steps = list(self._steps)
+        assert steps == sorted(steps), steps

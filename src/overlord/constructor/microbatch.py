@@ -1,0 +1,202 @@
+"""Documents in, microbatches out: the packed and the padded layout of the batch contract.
+
+All microbatches of a step are laid end to end in step-wide arrays, and a microbatch is a set of views of them: the cost
+per microbatch is a few slices, the cost per token a few vector operations (measured at the end of this text).
+
+Keys of a packed microbatch with n documents, T tokens (each document's length rounded up to ``multiple``, summed):
+
+    tokens, position_ids, labels   int64   [T]
+    loss_mask                      float32 [T]
+    cu_seqlens                     int32   [n+1]  cumulative true lengths
+    cu_seqlens_padded              int32   [n+1]  cumulative padded lengths: where documents stand in the arrays; ends with T
+    max_seqlen                     int32   []     longest padded document
+    source_ids                     int32   [n]
+
+Positions restart with each document and go on through its padding. Padding has token ``pad_id``, label -100, mask 0.
+``labels="shifted"``: a token's label is the next token of its document, the last one has none (-100, mask 0).
+``labels="unshifted"``: a token's label is itself, and the first of each document, which nothing predicts, has none.
+
+The padded layout is the same with every document padded to ``context``, one to a row: the [T] arrays become
+``[n, context]``, ``attention_mask`` (bool ``[n, context]``, true on documents, false on padding) stands beside them,
+``cu_seqlens_padded`` counts in steps of ``context`` and ``max_seqlen`` is ``context``. ``cu_seqlens`` keeps the true lengths.
+
+An empty microbatch is one document of ``multiple`` pad tokens without labels, source -1. Those tokens count as its true length
+(``cu_seqlens == [0, multiple]``): attention kernels need not take an empty sequence, nor one whose mask is all false.
+
+Measured on one busy core, 64 microbatches of 8192 tokens from uint16, in ns a token: MEASURED
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from overlord.job import Batch
+
+IGNORE = -100  # a label no loss is computed for
+BLOCK = 15 * 1024  # tokens gathered at a time: temporaries below 128 KiB stay in the cache and in malloc's heap
+SLICE_FROM = 500  # mean tokens a document; from here on a slice copy per document is cheaper than gathering by index
+
+
+def build(
+    values: np.ndarray,
+    start: np.ndarray,
+    length: np.ndarray,
+    microbatch: np.ndarray,
+    n_microbatches: int,
+    source: np.ndarray,
+    batch: Batch,
+    multiple: int,
+) -> list[dict[str, np.ndarray]]:
+    """All microbatches of one bucket in one step, arrays read-only.
+
+    Document i is ``values[start[i] : start[i] + length[i]]`` and not empty; documents come sorted by (microbatch, slot).
+    """
+    start, content, source, first = _with_empty_microbatches(start, length, microbatch, n_microbatches, source)
+    size = np.full_like(content, batch.context) if batch.layout == "padded" else np.maximum(-(-content // multiple), 1) * multiple
+    assert (content <= size).all(), "a document is longer than the context"
+    true = np.where(content > 0, content, multiple)
+    ends = np.cumsum(size)
+    offset = ends - size
+    wide = _allocate(int(ends[-1]))
+    fill = _fill_by_index if len(values) and ends[-1] < SLICE_FROM * len(size) else _fill_by_slices
+    fill(values, start, content, offset, size, wide["tokens"], wide["position_ids"])
+    holes = _ranges(offset + content, size - content)
+    wide["tokens"][holes] = batch.pad_id
+    _fill_targets(wide, holes, offset, content, batch.labels)
+    if batch.layout == "padded":
+        wide["attention_mask"] = _attention(int(ends[-1]), offset + true, size - true)
+        wide = {name: array.reshape(-1, batch.context) for name, array in wide.items()}
+        token_bounds = first
+    else:
+        token_bounds = np.append(0, ends)[first]
+    per_document = {"source_ids": source.astype(np.int32)}
+    cumulative = {"cu_seqlens": _cumulative(true, first), "cu_seqlens_padded": _cumulative(size, first)}
+    longest = np.maximum.reduceat(size, first[:-1]).astype(np.int32)
+    for array in (*wide.values(), *per_document.values(), *cumulative.values(), longest):
+        array.flags.writeable = False  # views made from here on are read-only too
+    return _views(wide, token_bounds, per_document, cumulative, longest, first)
+
+
+def valid_tokens(length: np.ndarray) -> int:
+    """Tokens that carry loss, under either label convention: all of a document but one."""
+    return int(np.maximum(np.asarray(length) - 1, 0).sum())
+
+
+def _with_empty_microbatches(
+    start: np.ndarray, length: np.ndarray, microbatch: np.ndarray, n_microbatches: int, source: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Documents with one of no content put into each empty microbatch; last the first document of each microbatch, and their number."""
+    assert not len(length) or length.min() > 0, "a document without tokens cannot be placed"
+    assert (microbatch[1:] >= microbatch[:-1]).all(), "documents must come sorted by microbatch"
+    counts = np.bincount(microbatch, minlength=n_microbatches)
+    first = np.zeros(n_microbatches + 1, np.int64)
+    np.cumsum(np.maximum(counts, 1), out=first[1:])
+    empty = np.flatnonzero(counts == 0)
+    if len(empty):
+        at = np.cumsum(counts)[empty]
+        start, length, source = np.insert(start, at, 0), np.insert(length, at, 0), np.insert(source.astype(np.int64), at, -1)
+    return start.astype(np.int64, copy=False), length.astype(np.int64, copy=False), source, first
+
+
+def _allocate(total: int) -> dict[str, np.ndarray]:
+    """The arrays of a step in one piece of memory: large enough for huge pages, whose first touch costs a fraction of small ones'."""
+    slab = np.empty(28 * total, np.uint8)
+    tokens, position, labels = slab[: 24 * total].view(np.int64).reshape(3, total)
+    return {"tokens": tokens, "position_ids": position, "labels": labels, "loss_mask": slab[24 * total :].view(np.float32)}
+
+
+def _fill_by_index(
+    values: np.ndarray,
+    start: np.ndarray,
+    content: np.ndarray,
+    offset: np.ndarray,
+    size: np.ndarray,
+    tokens: np.ndarray,
+    position: np.ndarray,
+) -> None:
+    """Tokens (undefined in the holes behind documents) and positions, some hundred short documents at a time."""
+    cuts = np.append(np.unique(np.searchsorted(offset, np.arange(0, len(tokens), BLOCK))), len(offset))
+    edges = np.append(offset, len(tokens))[cuts]
+    count = np.arange(int(np.diff(edges).max()))
+    bounds = edges.tolist()
+    for k, (d, e) in enumerate(pairwise(cuts.tolist())):
+        a, b = bounds[k], bounds[k + 1]
+        np.subtract(count[: b - a], np.repeat(offset[d:e] - a, size[d:e]), out=position[a:b])
+        index = np.repeat(start[d:e], size[d:e])
+        index += position[a:b]
+        # Holes read what follows their document; "clip" keeps the last of them inside `values`, and is faster than a check.
+        tokens[a:b] = np.take(values, index, mode="clip")
+
+
+def _fill_by_slices(
+    values: np.ndarray,
+    start: np.ndarray,
+    content: np.ndarray,
+    offset: np.ndarray,
+    size: np.ndarray,
+    tokens: np.ndarray,
+    position: np.ndarray,
+) -> None:
+    """The same, document by document, for long documents (and for a step without any)."""
+    count = np.arange(int(size.max()))
+    for s, n, o, p in zip(start.tolist(), content.tolist(), offset.tolist(), size.tolist(), strict=True):
+        tokens[o : o + n] = values[s : s + n]
+        position[o : o + p] = count[:p]
+
+
+def _fill_targets(wide: dict[str, np.ndarray], holes: np.ndarray, offset: np.ndarray, content: np.ndarray, convention: str) -> None:
+    """Labels start as a (shifted) copy of all tokens; then the few places without a label are struck out."""
+    tokens, labels, loss_mask = wide["tokens"], wide["labels"], wide["loss_mask"]
+    if convention == "shifted":
+        labels[:-1] = tokens[1:]  # the last of all is struck out below: it ends a document, or is padding
+        unlabelled = (offset + content - 1)[content > 0]
+    else:
+        labels[:] = tokens
+        unlabelled = offset
+    loss_mask.fill(1)
+    for places in (unlabelled, holes):
+        labels[places] = IGNORE
+        loss_mask[places] = 0
+
+
+def _attention(total: int, start: np.ndarray, count: np.ndarray) -> np.ndarray:
+    mask = np.ones(total, np.bool_)
+    mask[_ranges(start, count)] = False
+    return mask
+
+
+def _ranges(start: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """The numbers start[i], start[i]+1, ... count[i] of them, for each i in turn."""
+    ends = np.cumsum(count)
+    return np.repeat(start - ends + count, count) + np.arange(int(ends[-1]))
+
+
+def _cumulative(length: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """0 and the running sums of each microbatch's documents, microbatch after microbatch: one more entry each than documents."""
+    sums = np.zeros(len(length) + 1, np.int64)
+    np.cumsum(length, out=sums[1:])
+    n = np.diff(first)
+    return (sums[_ranges(first[:-1], n + 1)] - np.repeat(sums[first[:-1]], n + 1)).astype(np.int32)
+
+
+def _views(
+    wide: dict[str, np.ndarray],
+    token_bounds: np.ndarray,
+    per_document: dict[str, np.ndarray],
+    cumulative: dict[str, np.ndarray],
+    longest: np.ndarray,
+    first: np.ndarray,
+) -> list[dict[str, np.ndarray]]:
+    """Cuts step-wide arrays into microbatches."""
+    bounds, document = token_bounds.tolist(), first.tolist()
+    microbatches = []
+    for m in range(len(longest)):
+        a, b, d, e = bounds[m], bounds[m + 1], document[m], document[m + 1]
+        views = {name: array[a:b] for name, array in wide.items()}
+        views |= {name: array[d + m : e + m + 1] for name, array in cumulative.items()}
+        views |= {name: array[d:e] for name, array in per_document.items()}
+        views["max_seqlen"] = longest[m, ...]
+        microbatches.append(views)
+    return microbatches

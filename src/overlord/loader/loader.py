@@ -1,0 +1,130 @@
+"""The Source Loader core: what to read next, how far ahead, what a plan pops. Pure.
+
+One per source and share of its chunks. It walks its chunks window by window and asks its host to read and evaluate;
+rows are evaluated no sooner than they are wanted, so that start-up costs what step 0 draws and not full buffers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from overlord.loader.order import SourceOrder
+from overlord.messages import Announce, Cursor, Evaluate, Evaluated, Pop, Read, ReadFailed, Refill, WindowRead
+
+Command = Read | Evaluate | Announce
+
+
+class Loader:
+    """``handle(event) -> commands``; at most one piece of work is under way at a time."""
+
+    def __init__(
+        self, number: int, order: SourceOrder, *, epochs: int | None, loader: int = 0, loaders: int = 1,
+        cursor: Cursor | None = None, block_rows: int = 64, budget_bytes: int = 2**26,
+    ):  # fmt: skip
+        cursor = cursor or Cursor()
+        self.number, self._order, self._loader, self._loaders = number, order, loader, loaders
+        self._block_rows, self._budget = block_rows, budget_bytes
+        self._groups = order.groups_from(cursor.epoch, cursor.group, epochs)
+        self._after: Cursor | None = cursor if cursor.file >= 0 else None
+        self._window = cursor.window
+        self._epoch, self._group = -1, -1
+        self._chunks: tuple[int, ...] = ()  # of the group, not yet over
+        self._rows = 0  # raw rows of the open window, not yet evaluated
+        self._closed = True  # the open window was announced to its end
+        self._busy = ""
+        self._done = False
+        self._must = self._level = 0
+        self.ready = 0  # samples announced and not popped
+        self.ready_bytes = 0
+        self._bytes_per_sample = 0.0
+        self._next_group()
+
+    def handle(self, event: Any, now: float = 0.0) -> list[Command]:
+        match event:
+            case Refill(must=must, level=level):
+                self._must, self._level = max(self._must, must), level
+            case Pop(samples=n):
+                self.ready -= n
+                self.ready_bytes = int(self._bytes_per_sample * self.ready)
+                self._must = max(0, self._must - n)
+            case WindowRead():
+                return self._window_read(event) + self._next_work()
+            case Evaluated():
+                return self._evaluated(event) + self._next_work()
+            case ReadFailed(error=error):
+                self._busy, self._done = "", True
+                return [Announce(self.number, self._epoch, self._group, self._window, None, error=error)]
+            case _:
+                raise TypeError(f"a loader does not know {type(event).__name__}")
+        return self._next_work()
+
+    def _window_read(self, event: WindowRead) -> list[Command]:
+        self._busy, self._rows = "", event.rows
+        self._chunks = tuple(c for c in self._chunks if c not in event.over)
+        self._after = None
+        if event.rows:
+            return []
+        return [self._announce(None)]
+
+    def _evaluated(self, event: Evaluated) -> list[Command]:
+        self._busy = ""
+        self._rows -= event.rows
+        self.ready += len(event.found)
+        self.ready_bytes += event.nbytes
+        if len(event.found):
+            self._bytes_per_sample = self.ready_bytes / self.ready
+        return [self._announce(event.found)]
+
+    def _announce(self, found: Any) -> Announce:
+        closes = self._rows == 0
+        news = Announce(self.number, self._epoch, self._group, self._window, found, closes, closes and not self._chunks)
+        if closes:
+            self._closed = True
+            self._window += 1
+            if not self._chunks:
+                self._next_group()
+        return news
+
+    def _next_group(self) -> None:
+        """Move to the next group; one without own chunks is announced as over when its turn comes."""
+        at = next(self._groups, None)
+        if at is None:
+            self._done = True
+            return
+        if self._epoch >= 0:
+            self._window = 0
+        self._epoch, self._group = at
+        self._chunks = self._order.owned(self._epoch, self._group, self._loader, self._loaders)
+
+    def _next_work(self) -> list[Command]:
+        commands: list[Command] = []
+        while not self._busy and not self._done and self._wanted():
+            if self._rows:
+                self._busy = f"turning rows of window {self._window} into samples"
+                commands.append(Evaluate(self.number, min(self._rows, self._block())))
+            elif self._chunks:
+                self._busy = f"reading window {self._window} of group {self._group}, epoch {self._epoch}"
+                commands.append(Read(self.number, self._epoch, self._group, self._window, self._chunks, self._after))
+            else:
+                commands.append(self._announce(None))
+        return commands
+
+    def _wanted(self) -> bool:
+        if self.ready < self._must:
+            return True
+        return self.ready < self._level and self.ready_bytes < self._budget
+
+    def _block(self) -> int:
+        """Just what the draw waits for, when it waits; whole blocks otherwise, since each costs a round trip."""
+        return self._must - self.ready if self.ready < self._must else max(self._block_rows, self._level - self.ready)
+
+    @property
+    def doing(self) -> str:
+        return self._busy or ("done" if self._done else "idle")
+
+    def state(self) -> dict[str, Any]:
+        """Where the loader stands, for tests and for people; what it holds is rebuilt from the cursor, not saved."""
+        return {"epoch": self._epoch, "group": self._group, "window": self._window, "ready": self.ready, "doing": self.doing}
+
+    def check(self) -> None:
+        assert self.ready >= 0 and self._rows >= 0, self.state()

@@ -1,0 +1,60 @@
+"""The order of a source's chunks and rows, as pure functions (``docs/stream.md``, "One source")."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from overlord.hashing import key64, keyed_hash
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOrder:
+    """Everything that decides the order of one source's rows before filters."""
+
+    name: str
+    n_chunks: int
+    seed: int
+    shuffle: bool
+    shuffle_chunks: int
+
+    @property
+    def group_size(self) -> int:
+        return self.shuffle_chunks if self.shuffle else 1
+
+    @property
+    def n_groups(self) -> int:
+        return -(-self.n_chunks // self.group_size)
+
+    def chunk_order(self, epoch: int) -> np.ndarray:
+        """The chunks of an epoch, in the order they are opened."""
+        return _chunk_order(self, epoch)
+
+    def owned(self, epoch: int, group: int, loader: int, loaders: int) -> tuple[int, ...]:
+        """The chunks of a group that loader number ``loader`` of ``loaders`` reads: every loaders-th place of the order."""
+        places = np.arange(group * self.group_size, min(self.n_chunks, (group + 1) * self.group_size))
+        return tuple(self.chunk_order(epoch)[places[places % loaders == loader]].tolist())
+
+    def row_keys(self, epoch: int, file: np.ndarray, row: np.ndarray) -> np.ndarray:
+        """The sort key of rows within their window; ties are broken by file and row."""
+        if not self.shuffle:
+            return row.astype(np.uint64)
+        return keyed_hash(key64("rows", self.seed, self.name, epoch), file, row)
+
+    def groups_from(self, epoch: int, group: int, epochs: int | None) -> Iterator[tuple[int, int]]:
+        """(epoch, group) from a place on, to the end of the last epoch."""
+        while epochs is None or epoch < epochs:
+            for g in range(group, self.n_groups):
+                yield epoch, g
+            epoch, group = epoch + 1, 0
+
+
+@lru_cache(maxsize=1024)  # asked for once a group; a source of many chunks has many groups
+def _chunk_order(order: SourceOrder, epoch: int) -> np.ndarray:
+    chunks = np.arange(order.n_chunks)
+    if not order.shuffle:
+        return chunks
+    return np.argsort(keyed_hash(key64("chunks", order.seed, order.name, epoch), chunks), kind="stable")

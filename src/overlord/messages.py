@@ -1,0 +1,233 @@
+"""Every message of the workflow, in the order of the paper's Figure 7. Frozen; ids and metadata only, never payload.
+
+    Consumed   client      -> planner, constructors      a step was handed to the trainer: the window moves on
+    Refill     planner     -> loader                     how many samples to hold ready
+    Read, Evaluate, then WindowRead, Evaluated           the loader asks its host for work, and gets the outcome
+    Announce   loader      -> planner                    metadata of new samples, in stream order
+    Stage      planner     -> loaders, constructors      the plan of a step
+    Staged     loader host -> constructors               payload of a step has come
+    Build, then Built                                    the constructor asks its host for work
+    Deliver    constructor -> client                     a step for a rank
+    Finish     planner     -> constructors               no step from here on; with an error, or without
+    End        constructor -> client                     all steps before that are sent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from overlord.plan import LoadingPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """A client of this rank exists: its steps must be built and its pace counts."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """A client went away: nobody waits for this rank any more."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetMixture:
+    """New weights from step ``at`` on. An event of the log: it shapes the stream."""
+
+    at: int
+    weights: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """These steps are drawn, listed and not delivered."""
+
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refill:
+    """Hold at least ``must`` samples ready whatever the budget says (the draw waits for them), and ``level`` if it allows."""
+
+    loader: int
+    must: int
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """A place in a source's stream: just behind sample (file, row, part) of a window; file -1: at the window's start."""
+
+    epoch: int = 0
+    group: int = 0
+    window: int = 0
+    file: int = -1
+    row: int = -1
+    part: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read one window of a group: slice ``window`` of each of these chunks; rows up to ``after`` are already drawn."""
+
+    loader: int
+    epoch: int
+    group: int
+    window: int
+    chunks: tuple[int, ...]
+    after: Cursor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRead:
+    """A window is in memory: ``rows`` raw rows wait to be evaluated; ``over`` lists chunks that ended with it."""
+
+    rows: int
+    over: tuple[int, ...]
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Turn the next ``rows`` rows of the open window, in stream order, into samples."""
+
+    loader: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """Samples in stream order, as columns, and what became of the other rows."""
+
+    key: np.ndarray  # uint64: the order in the window
+    file: np.ndarray
+    row: np.ndarray
+    part: np.ndarray
+    meta: Mapping[str, np.ndarray]
+    bad_key: np.ndarray  # the same for quarantined rows
+    bad_file: np.ndarray
+    bad_row: np.ndarray
+    bad_reason: tuple[str, ...]
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluated:
+    found: Found
+    rows: int  # raw rows this took from the window
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailed:
+    """The loader cannot go on; the stream ends here with this error, when the draw comes to it."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Announce:
+    loader: int
+    epoch: int
+    group: int
+    window: int
+    found: Found | None
+    closes: bool = False  # this loader has no more rows of the window
+    last: bool = False  # and none of the group
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """The plan of a step. ``pops[l]`` samples leave the front of loader l; ``doc[i]`` is sample i's number among all
+    popped ones, counted loader by loader."""
+
+    plan: LoadingPlan
+    pops: np.ndarray
+    doc: np.ndarray
+    digest: str
+    after: StreamState
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pop:
+    """Loader's share of a Stage."""
+
+    step: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    step: int
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    step: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Everything held for this step may go: all who wanted it have it."""
+
+    step: int
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """There is no step ``step``, nor any after it."""
+
+    step: int
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A rank has been sent all its steps: it ends, with an error or without."""
+
+    rank: int
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamState:
+    """The planner's state between two steps: small, global, the same on every rank. What a checkpoint holds."""
+
+    step: int  # the next step to draw
+    cursors: tuple[Cursor, ...]
+    owed: tuple[int, ...]
+    active: tuple[bool, ...]
+    events: tuple[SetMixture | Skip, ...] = ()
+    mix_step: int = 0  # the step whose weights are in force (mix_every="epoch" keeps them)
+    mix_epoch: int = 0
+    counts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # per source: samples, quarantined, dropped

@@ -1,0 +1,311 @@
+"""The front of one source's stream: announcements of its loaders, merged into one order.
+
+Loaders own whole chunks, so each announces its share of a window in the window's order; a sample is final when every
+loader that is not done with the window has announced one behind it. The order never depends on who announces first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from overlord.errors import SourceError
+from overlord.messages import Announce, Cursor, Found
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    """A run of final samples of one window."""
+
+    at: Cursor  # epoch, group, window
+    found: Found
+    loader: np.ndarray | int  # who holds each sample
+    tokens: np.ndarray  # running sum, with a leading 0
+    bad_at: np.ndarray  # how many samples of the segment stand before each quarantined row
+    start: int = 0  # samples already taken
+
+    @property
+    def left(self) -> int:
+        return len(self.found) - self.start
+
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    """What one loader has announced of the window being merged."""
+
+    parts: list[Found] = field(default_factory=list)
+    closed: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taken:
+    """Samples taken from the front, as pieces of columns, and the quarantined rows passed on the way."""
+
+    pieces: list[tuple[int, Found, np.ndarray | int]]  # (epoch, samples, loader)
+    bad: list[tuple[int, int, int, str]]  # (epoch, file, row, reason)
+
+
+class SourceStream:
+    """One source's front. A pure value machine: announcements in, samples out."""
+
+    def __init__(self, name: str, *, loaders: int, n_groups: int, epochs: int | None, max_bad: int, cursor: Cursor):
+        self.name, self._n_loaders, self._n_groups, self._epochs, self._max_bad = name, loaders, n_groups, epochs, max_bad
+        self.cursor = cursor  # behind the last sample taken
+        self._at = replace(cursor, file=-1, row=-1, part=-1)  # the window being merged
+        self._shares: dict[tuple[int, int, int], list[_Share]] = {}
+        self._lasts: dict[tuple[int, int], list[int | None]] = {}  # (epoch, group) -> the last window of each loader, once known
+        self._segments: deque[_Segment] = deque()
+        self._ready = 0
+        self._epoch_has_sample = cursor.file >= 0
+        self._bad_run = 0
+        self._exhausted = False
+        self.error: Exception | None = None  # the stream breaks behind the ready samples
+        self.dropped = 0
+
+    @property
+    def ready(self) -> int:
+        return self._ready
+
+    @property
+    def ended(self) -> bool:
+        return self._exhausted and self.error is None
+
+    def samples_for(self, start: int, tokens: int) -> tuple[int, int]:
+        count = held = 0
+        for segment in self._segments:
+            if start >= segment.left:
+                start -= segment.left
+                continue
+            first = segment.start + start
+            base = int(segment.tokens[first])
+            k = int(np.searchsorted(segment.tokens, base + tokens - held, side="left"))
+            k = min(k, len(segment.found))
+            count, held, start = count + k - first, held + int(segment.tokens[k]) - base, 0
+            if held >= tokens:
+                break
+        return count, held
+
+    def add(self, news: Announce, ordinal: int) -> None:
+        """Take in an announcement of the source's loader number ``ordinal``."""
+        if self.error is not None or self._exhausted:
+            return
+        if news.error is not None:
+            # Break at the front of what is final: samples of this loader behind it can never be ordered.
+            self.error = news.error
+            return
+        shares = self._shares.setdefault((news.epoch, news.group, news.window), [_Share() for _ in range(self._n_loaders)])
+        if news.found is not None:
+            shares[ordinal].parts.append(news.found)
+        shares[ordinal].closed |= news.closes
+        if news.last:
+            self._lasts.setdefault((news.epoch, news.group), [None] * self._n_loaders)[ordinal] = news.window
+        self._advance()
+
+    def _advance(self) -> None:
+        while not self._exhausted and self.error is None:
+            at = (self._at.epoch, self._at.group, self._at.window)
+            shares = self._shares.setdefault(at, [_Share() for _ in range(self._n_loaders)])
+            lasts = self._lasts.get(at[:2], [None] * self._n_loaders)
+            # A loader done with the group has nothing in later windows and says no more about them.
+            closed = [s.closed or (last is not None and at[2] > last) for s, last in zip(shares, lasts, strict=True)]
+            self._merge(shares, closed)
+            if not all(closed):
+                return
+            del self._shares[at]
+            self._next_window(lasts)
+
+    def _merge(self, shares: list[_Share], closed: list[bool]) -> None:
+        """Move what is final from the shares to the ready segments."""
+        if self._n_loaders == 1:
+            for found in shares[0].parts:
+                self._append(found, 0)
+            shares[0].parts = []
+            return
+        bound = None  # the smallest last key among loaders that may still announce
+        for share, is_closed in zip(shares, closed, strict=True):
+            if not is_closed:
+                last = _last_key(share.parts)
+                if last is None:
+                    return
+                bound = last if bound is None else min(bound, last)
+        picked, loaders = [], []
+        for ordinal, share in enumerate(shares):
+            final, share.parts = _split(share.parts, bound)
+            picked += final
+            loaders += [np.full(len(f), ordinal) for f in final]
+        if picked:
+            found = _concat(picked)
+            order = np.lexsort((found.part, found.row, found.file, found.key))
+            bad = np.lexsort((found.bad_row, found.bad_file, found.bad_key))
+            self._append(_take(found, order, bad), np.concatenate(loaders)[order])
+
+    def _append(self, found: Found, loader: np.ndarray | int) -> None:
+        self.dropped += found.dropped
+        if not len(found) and not len(found.bad_key):
+            return
+        bad_at = _rank_of_bad(found)
+        stop = self._check_bad(found, bad_at)
+        if stop is not None:
+            goods, bads = stop
+            found = _take(found, np.arange(goods), np.arange(bads))
+            loader, bad_at = loader if isinstance(loader, int) else loader[:goods], bad_at[:bads]
+        tokens = np.zeros(len(found) + 1, np.int64)
+        np.cumsum(found.meta["tokens"], out=tokens[1:])
+        self._segments.append(_Segment(self._at, found, loader, tokens, bad_at))
+        self._ready += len(found)
+        self._epoch_has_sample |= len(found) > 0
+
+    def _check_bad(self, found: Found, bad_at: np.ndarray) -> tuple[int, int] | None:
+        """Count failures in a row, in stream order; (samples, failures) up to where the job must stop, or None."""
+        if not len(bad_at):
+            self._bad_run = self._bad_run if not len(found) else 0
+            return None
+        previous = 0
+        for j, goods in enumerate(bad_at.tolist()):
+            self._bad_run = self._bad_run + 1 if goods == previous else 1
+            previous = goods
+            if self._bad_run >= self._max_bad:
+                self.error = SourceError(
+                    self.name, f"{self._bad_run} rows in a row could not be used; the last: file {int(found.bad_file[j])}, "
+                    f"row {int(found.bad_row[j])}: {found.bad_reason[j]}",
+                    remedy="mend the source (overlord inspect shows it), filter these rows, or raise max_bad",
+                )  # fmt: skip
+                return goods, j + 1
+        if previous < len(found):
+            self._bad_run = 0
+        return None
+
+    def _next_window(self, lasts: list[int | None]) -> None:
+        at = self._at
+        if any(last is None or last > at.window for last in lasts):
+            self._at = replace(at, window=at.window + 1)
+            return
+        del self._lasts[at.epoch, at.group]
+        self._at = replace(at, group=at.group + 1, window=0)
+        if self._at.group < self._n_groups:
+            return
+        if not self._epoch_has_sample:
+            self.error = SourceError(
+                self.name, f"epoch {at.epoch} gave no sample: every row was quarantined or dropped by a filter",
+                remedy="look at session.quarantine() and at the source's filters",
+            )  # fmt: skip
+            return
+        self._at, self._epoch_has_sample = Cursor(epoch=at.epoch + 1), False
+        self._exhausted = self._epochs is not None and self._at.epoch >= self._epochs
+
+    def behind(self) -> list[int]:
+        """Loaders whose word is missing before more samples become final."""
+        at = (self._at.epoch, self._at.group, self._at.window)
+        shares, lasts = self._shares.get(at), self._lasts.get(at[:2], [None] * self._n_loaders)
+        return [
+            k for k, last in enumerate(lasts)
+            if (shares is None or not shares[k].closed) and (last is None or at[2] <= last)
+        ]  # fmt: skip
+
+    def take(self, n: int) -> Taken:
+        """The next n samples; moves the cursor behind them."""
+        taken = Taken([], [])
+        self._ready -= n
+        while n > 0:
+            segment = self._segments[0]
+            a, b = segment.start, min(segment.start + n, len(segment.found))
+            if b > a:
+                found = segment.found
+                piece = found if (a, b) == (0, len(found)) else _slice(found, a, b)
+                taken.pieces.append((segment.at.epoch, piece, segment.loader if isinstance(segment.loader, int) else segment.loader[a:b]))
+                self.cursor = replace(
+                    segment.at, file=int(found.file[b - 1]), row=int(found.row[b - 1]), part=int(found.part[b - 1])
+                )  # fmt: skip
+            if len(segment.bad_at):
+                passed = np.flatnonzero((segment.bad_at < b) & (segment.bad_at >= a))
+                taken.bad.extend(_bad_rows(segment, passed))
+            n -= b - a
+            segment.start = b
+            self._drop_empty(taken, n)
+        return taken
+
+    def _drop_empty(self, taken: Taken, wanted: int) -> None:
+        """Leave a used-up segment only to reach the next sample, so that failures behind the cursor stay unlisted."""
+        while wanted > 0 and self._segments and not self._segments[0].left:
+            segment = self._segments.popleft()
+            taken.bad.extend(_bad_rows(segment, np.flatnonzero(segment.bad_at >= len(segment.found))))
+        if self._segments and not self._segments[0].left and not len(self._segments[0].bad_at):
+            self._segments.popleft()
+
+    def flush(self) -> list[tuple[int, int, int, str]]:
+        """Failures behind the last sample of an exhausted source."""
+        rows = []
+        for segment in self._segments:
+            rows += _bad_rows(segment, np.flatnonzero(segment.bad_at >= max(segment.start, 0)))
+        self._segments.clear()
+        return rows
+
+    def check(self) -> None:
+        assert self._ready == sum(s.left for s in self._segments), (self.name, self._ready)
+
+
+def _bad_rows(segment: _Segment, which: np.ndarray) -> list[tuple[int, int, int, str]]:
+    f = segment.found
+    return [(segment.at.epoch, int(f.bad_file[j]), int(f.bad_row[j]), f.bad_reason[j]) for j in which.tolist()]
+
+
+def _rank_of_bad(found: Found) -> np.ndarray:
+    """How many samples stand before each quarantined row: by key, then file and row."""
+    if not len(found.bad_key):
+        return np.zeros(0, np.int64)
+    key = np.concatenate([found.key, found.bad_key])
+    file, row = np.concatenate([found.file, found.bad_file]), np.concatenate([found.row, found.bad_row])
+    order = np.lexsort((row, file, key))
+    is_bad = order >= len(found.key)
+    return np.cumsum(~is_bad)[is_bad]
+
+
+def _last_key(parts: list[Found]) -> int | None:
+    keys = [int(k[-1]) for part in parts for k in (part.key, part.bad_key) if len(k)]
+    return max(keys) if keys else None
+
+
+def _split(parts: list[Found], bound: int | None) -> tuple[list[Found], list[Found]]:
+    """Parts before a key, and the rest. Rows of the key itself wait: a row of equal key may still be announced before them."""
+    if bound is None:
+        return parts, []
+    final, rest = [], []
+    for part in parts:
+        a = int(np.searchsorted(part.key, np.uint64(bound), side="left"))
+        b = int(np.searchsorted(part.bad_key, np.uint64(bound), side="left"))
+        if a == len(part.key) and b == len(part.bad_key):
+            final.append(part)
+        elif a == 0 and b == 0:
+            rest.append(part)
+        else:
+            final.append(_take(part, np.arange(a), np.arange(b)))
+            rest.append(replace(_take(part, np.arange(a, len(part)), np.arange(b, len(part.bad_key))), dropped=0))
+    return final, rest
+
+
+def _slice(found: Found, a: int, b: int) -> Found:
+    """Samples a to b, without the quarantined rows (they are listed apart)."""
+    meta = {n: c[a:b] for n, c in found.meta.items()}
+    none = found.bad_key[:0]
+    return Found(found.key[a:b], found.file[a:b], found.row[a:b], found.part[a:b], meta, none, found.bad_file[:0], found.bad_row[:0], ())
+
+
+def _take(found: Found, rows: np.ndarray, bad: np.ndarray) -> Found:
+    return Found(
+        found.key[rows], found.file[rows], found.row[rows], found.part[rows], {n: c[rows] for n, c in found.meta.items()},
+        found.bad_key[bad], found.bad_file[bad], found.bad_row[bad], tuple(found.bad_reason[j] for j in bad.tolist()), found.dropped,
+    )  # fmt: skip
+
+
+def _concat(parts: list[Found]) -> Found:
+    def join(name: str) -> np.ndarray:
+        return np.concatenate([getattr(p, name) for p in parts])
+
+    meta = {n: np.concatenate([p.meta[n] for p in parts]) for n in parts[0].meta}
+    reasons = tuple(r for p in parts for r in p.bad_reason)
+    return Found(
+        join("key"), join("file"), join("row"), join("part"), meta,
+        join("bad_key"), join("bad_file"), join("bad_row"), reasons, sum(p.dropped for p in parts),
+    )  # fmt: skip

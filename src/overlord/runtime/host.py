@@ -1,0 +1,221 @@
+"""The pump: events through cores, commands carried out. The same for every runtime that lives in one process.
+
+Work that takes time (reading, transforming, building) goes to an *executor*, whose outcome comes back as an event; the
+local runtime's is a pool of threads, the simulated one's a virtual clock. Everything else happens in the pump, in order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from overlord.constructor.assembler import Assembler
+from overlord.constructor.builder import Bucket, StagedStep, build_bucket
+from overlord.errors import OverlordError
+from overlord.job import Batch
+from overlord.loader.buffer import Shelf
+from overlord.loader.loader import Loader
+from overlord.loader.reader import SourceReader
+from overlord.messages import (
+    Announce, Attach, Build, Built, Consumed, Deliver, Detach, End, Evaluate, Finish, Pop, Read, ReadFailed, Refill, Release, Stage, Staged,
+)  # fmt: skip
+from overlord.planner.planner import Planner
+from overlord.sample import Ragged
+
+log = logging.getLogger("overlord")
+
+
+class Executor(Protocol):
+    """Runs work somewhere, some time, and hands its outcome to ``done`` in the pump."""
+
+    def submit(self, name: str, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None: ...
+
+
+class Mailbox(Protocol):
+    """Where a client's steps arrive."""
+
+    def put(self, stage: Stage, bucket: Bucket) -> None: ...
+    def end(self, error: Exception | None) -> None: ...
+
+
+class Host:
+    """All cores of a job and what they hold: payload, staged steps, built microbatches."""
+
+    def __init__(
+        self, *, planner: Planner, loaders: Sequence[Loader], readers: Sequence[SourceReader], assemblers: Sequence[Assembler],
+        batch: Batch, multiple: int, executor: Executor, check: bool = False,
+    ):  # fmt: skip
+        self.planner, self.loaders, self.readers, self.assemblers = planner, list(loaders), list(readers), list(assemblers)
+        self.shelves = [Shelf() for _ in self.loaders]
+        self._batch, self._multiple, self._executor, self._check = batch, multiple, executor, check
+        self._staged: dict[int, StagedStep] = {}
+        self._holders: dict[int, set[int]] = {}  # step -> buckets that still need its payload
+        self._built: dict[tuple[int, int], tuple[Stage, Bucket]] = {}
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._bucket_of = {rank: a.bucket for a in self.assemblers for rank in a.ranks}
+        self._queue: deque[Any] = deque()  # commands not yet carried out
+        self._running = False
+        self.plans: deque[Stage] = deque(maxlen=256)  # the last plans, for people who ask
+        self.on_stage: list[Callable[[Stage], None]] = []
+
+    # what comes in
+
+    def attach(self, rank: int, mailbox: Mailbox) -> None:
+        self._mailboxes[rank] = mailbox
+        self._tell_all(Attach(rank))
+
+    def detach(self, rank: int) -> None:
+        self._mailboxes.pop(rank, None)
+        self._tell_all(Detach(rank))
+
+    def consumed(self, rank: int, step: int) -> None:
+        if rank in self._mailboxes:
+            self._tell_all(Consumed(rank, step))
+
+    def event(self, event: Any) -> None:
+        """An event of the log, for the planner."""
+        self._run(self.planner.handle(event))
+
+    def _tell_all(self, event: Attach | Detach | Consumed) -> None:
+        self._queue.extend(self.assemblers[self._bucket_of[event.rank]].handle(event))
+        self._run(self.planner.handle(event))
+
+    # carrying out commands
+
+    def _run(self, commands: Sequence[Any]) -> None:
+        """Carry out commands in order; those they lead to come behind them. Never re-entered."""
+        self._queue.extend(commands)
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._queue:
+                self._carry_out(self._queue.popleft())
+                if self._check:
+                    self.check()
+        finally:
+            self._running = False
+
+    def _carry_out(self, command: Any) -> None:
+        match command:
+            case Refill(loader=loader):
+                self._queue.extend(self.loaders[loader].handle(command))
+            case Announce():
+                self._queue.extend(self.planner.handle(command))
+            case Read(loader=loader):
+                reader = self.readers[loader]
+                self._executor.submit(f"read {reader.order.name}", lambda: reader.read(command), self._read_done(loader))
+            case Evaluate(loader=loader):
+                reader = self.readers[loader]
+                self._executor.submit(f"evaluate {reader.order.name}", lambda: reader.evaluate(command), self._read_done(loader))
+            case Stage():
+                self._stage(command)
+            case Build(step=step, bucket=bucket):
+                staged = self._staged[step]
+                work = lambda: build_bucket(staged, bucket, self._batch, self._multiple)  # noqa: E731
+                self._executor.submit(f"build {step}/{bucket}", work, self._build_done(step, bucket))
+            case Deliver(step=step, rank=rank):
+                if rank in self._mailboxes:
+                    self._mailboxes[rank].put(*self._built[step, self._bucket_of[rank]])
+            case End(rank=rank, error=error):
+                if rank in self._mailboxes:
+                    self._mailboxes[rank].end(error)
+            case Release(step=step, bucket=bucket):
+                self._built.pop((step, bucket), None)
+                self._let_go(step, bucket)
+            case Finish():
+                for assembler in self.assemblers:
+                    self._queue.extend(assembler.handle(command))
+            case _:
+                raise TypeError(f"no one carries out {type(command).__name__}")
+
+    def _stage(self, stage: Stage) -> None:
+        """Pop the step's samples from their loaders and hand them to the constructors: the payload's one hop."""
+        pieces: list[Ragged] = []
+        step = stage.plan.step
+        for loader in np.flatnonzero(stage.pops).tolist():
+            n = int(stage.pops[loader])
+            pieces += self.shelves[loader].pop(n)
+            self._queue.extend(self.loaders[loader].handle(Pop(step, n)))
+        self.plans.append(stage)
+        for watcher in self.on_stage:
+            watcher(stage)
+        if not stage.skipped:
+            self._staged[step] = StagedStep(stage, Ragged.concat(pieces))
+            self._holders[step] = {a.bucket for a in self.assemblers}
+        for assembler in self.assemblers:
+            self._queue.extend(assembler.handle(stage))
+            if not stage.skipped:
+                self._queue.extend(assembler.handle(Staged(step)))
+
+    def _let_go(self, step: int, bucket: int) -> None:
+        holders = self._holders.get(step)
+        if holders is not None:
+            holders.discard(bucket)
+            if not holders:
+                del self._holders[step], self._staged[step]
+
+    # outcomes of work
+
+    def _read_done(self, loader: int) -> Callable[[Any, BaseException | None], None]:
+        def done(outcome: Any, error: BaseException | None) -> None:
+            if error is not None:
+                self._run(self.loaders[loader].handle(ReadFailed(_as_exception(error))))
+            elif isinstance(outcome, tuple):
+                evaluated, payload = outcome
+                self.shelves[loader].put(payload)
+                self._run(self.loaders[loader].handle(evaluated))
+            else:
+                self._run(self.loaders[loader].handle(outcome))
+
+        return done
+
+    def _build_done(self, step: int, bucket: int) -> Callable[[Any, BaseException | None], None]:
+        def done(outcome: Any, error: BaseException | None) -> None:
+            if error is not None:
+                log.error("building step %d for bucket %d failed: %s", step, bucket, error)
+                self._run([Finish(step, _as_exception(error))])
+                return
+            self._built[step, bucket] = (self._staged[step].stage, outcome)
+            self._let_go(step, bucket)
+            self._run(self.assemblers[bucket].handle(Built(step)))
+
+        return done
+
+    # what people ask
+
+    def waiting_for(self, rank: int) -> str:
+        """Why a rank has no step, in words: the constructor first, then the planner, then the loaders it waits for."""
+        assembler = self.assemblers[self._bucket_of[rank]]
+        if words := assembler.waiting():
+            return words
+        words = self.planner.waiting_for()
+        busy = [f"{r.order.name} is {c.doing}" for c, r in zip(self.loaders, self.readers, strict=True) if c.doing not in ("idle", "done")]
+        return words + (f" ({'; '.join(busy[:3])})" if busy else "")
+
+    def held_bytes(self) -> dict[str, int]:
+        """What the roles hold now."""
+        return {
+            "ready": sum(s.nbytes for s in self.shelves),
+            "windows": sum(r.stats.raw_bytes for r in self.readers),
+            "staged": sum(s.tokens.nbytes for s in self._staged.values()),
+            "assembled": sum(a.nbytes for _, b in self._built.values() for m in b.microbatches for a in m.values()),
+        }
+
+    def check(self) -> None:
+        self.planner.check()
+        for loader, shelf in zip(self.loaders, self.shelves, strict=True):
+            loader.check()
+            assert shelf.rows >= 0
+        for assembler in self.assemblers:
+            assembler.check()
+
+
+def _as_exception(error: BaseException) -> Exception:
+    if isinstance(error, Exception):
+        return error
+    return OverlordError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,128 @@
+"""The local runtime: one pump thread runs all cores by direct call; a pool of threads reads, transforms and builds.
+
+Threads are enough because pyarrow, tokenizers, zstd and numpy's large copies release the interpreter lock; a source whose
+transform holds it gets a worker process (``transforms/worker.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from overlord.errors import ActorLost, DataStall, OverlordError
+
+log = logging.getLogger("overlord")
+
+
+class Pump:
+    """One thread that runs posted calls in order. All cores live in it, so none needs a lock."""
+
+    def __init__(self, name: str):
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._failed: Callable[[BaseException], None] = lambda error: None
+        self._thread = threading.Thread(target=self._loop, name=f"overlord-pump-{name}", daemon=True)
+        self.broken: BaseException | None = None
+
+    def start(self, failed: Callable[[BaseException], None]) -> None:
+        """``failed`` is told of an error that no core could handle; nothing is pumped after it."""
+        self._failed = failed
+        self._thread.start()
+
+    def post(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+
+    def ask(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+        """Run a call in the pump and wait for its result."""
+        if threading.current_thread() is self._thread:
+            return call()
+        done, box = threading.Event(), []
+
+        def run() -> None:
+            try:
+                box.append((call(), None))
+            except Exception as error:
+                box.append((None, error))
+            done.set()
+
+        self._calls.put(run)
+        waited = 0.0
+        while not done.wait(0.1):
+            waited += 0.1
+            if not self._thread.is_alive():
+                raise ActorLost("the pump", str(self.broken or "it was stopped")) from self.broken
+            if waited >= timeout_s:
+                raise DataStall(what, waited)
+        result, error = box[0]
+        if error is not None:
+            raise error
+        return result
+
+    def _loop(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except BaseException as error:
+                self.broken = error
+                log.exception("the pump stopped")
+                self._failed(error)
+                return
+
+    def stop(self, timeout_s: float = 1.0) -> None:
+        self._calls.put(None)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+
+class ThreadExecutor:
+    """A few daemon threads. Building goes before reading: a built step is what a trainer waits for."""
+
+    def __init__(self, workers: int, post: Callable[[Callable[[], None]], None]):
+        self._post, self._work = post, deque[tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]]]()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._threads = [threading.Thread(target=self._loop, name=f"overlord-worker-{i}", daemon=True) for i in range(workers)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, name: str, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None:
+        with self._changed:
+            if name.startswith("build"):
+                self._work.appendleft((work, done))
+            else:
+                self._work.append((work, done))
+            self._changed.notify()
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                while not self._work and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                work, done = self._work.popleft()
+            outcome: Any = None
+            failure: BaseException | None = None
+            try:
+                outcome = work()
+            except BaseException as error:
+                failure = error
+            self._post(lambda done=done, outcome=outcome, failure=failure: done(outcome, failure))  # type: ignore[misc]
+            del work, done, outcome, failure
+
+    def close(self, timeout_s: float = 0.5) -> None:
+        """Stop taking work. A thread in the middle of a read is left to end by itself: it is a daemon."""
+        with self._changed:
+            self._closed = True
+            self._work.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout_s / max(1, len(self._threads)))
+
+
+def closed_error() -> OverlordError:
+    return OverlordError("the session is closed")

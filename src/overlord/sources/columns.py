@@ -1,0 +1,183 @@
+"""From Python values or foreign tables to sound Arrow tables; rows that do not fit are named, never raised."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from overlord.sources.base import NO_ROWS, RawSlice, ReadOptions
+
+_MISFIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
+Bad = list[tuple[int, str]]
+
+
+def table_of(values: dict[str, list[Any]], n: int) -> tuple[pa.Table, Bad]:
+    """A table of n rows from lists of plain values. A row whose value does not fit its column's type becomes bad.
+
+    The type of a column is what most of its rows have, so that one odd row at the start spoils nothing.
+    """
+    arrays, bad = {}, dict[int, str]()
+    for name, column in values.items():
+        try:
+            arrays[name] = pa.array(column)
+        except _MISFIT:
+            arrays[name], misfits = _majority(name, column)
+            for i, reason in misfits:
+                bad.setdefault(i, reason)
+    table = pa.table(arrays) if arrays else empty(n)
+    if not bad:
+        return table, []
+    keep = np.delete(np.arange(n), sorted(bad))
+    return table.take(pa.array(keep)), sorted(bad.items())
+
+
+def _majority(name: str, column: list[Any]) -> tuple[pa.Array, Bad]:
+    """The column with misfits set to null, and the misfits: first by kind (number, text, list, ...), then by exact type."""
+    kinds = [_kind(v) for v in column]
+    most = _most_common([k for k in kinds if k != "null"])
+    bad: Bad = [(i, f"column {name!r}: wanted {most}, found {k}") for i, k in enumerate(kinds) if k not in ("null", most)]
+    kept = [v if k == most else None for v, k in zip(column, kinds, strict=True)]
+    try:
+        return pa.array(kept), bad
+    except _MISFIT:
+        return _by_type(name, kept, bad)
+
+
+def _by_type(name: str, kept: list[Any], bad: Bad) -> tuple[pa.Array, Bad]:
+    """Slow, exact: each value alone against the type that most values have by themselves."""
+    types = [None if v is None else _type_of(v) for v in kept]
+    names = [str(t) for t in types if t is not None]
+    most = _most_common(names)
+    wanted = next((t for t in types if t is not None and str(t) == most), pa.null())
+    out, bad = [], list(bad)
+    for i, value in enumerate(kept):
+        try:
+            pa.array([value], type=wanted)
+            out.append(value)
+        except _MISFIT as error:
+            out.append(None)
+            bad.append((i, f"column {name!r}: wanted {wanted}, found {error}"))
+    return pa.array(out, type=wanted), bad
+
+
+def _type_of(value: Any) -> pa.DataType | None:
+    try:
+        return pa.array([value]).type
+    except _MISFIT:
+        return None
+
+
+def _most_common(names: Sequence[str]) -> str:
+    counts = Counter(names)  # ties: first seen, since max keeps the first and a Counter keeps insertion order
+    return max(counts, key=lambda k: counts[k]) if counts else "null"
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool | np.bool_):
+        return "bool"
+    if isinstance(value, int | float | np.number):
+        return "number"
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, bytes | bytearray | memoryview):
+        return "bytes"
+    if isinstance(value, list | tuple | np.ndarray):
+        return "list"
+    return "object" if isinstance(value, dict) else type(value).__name__
+
+
+def empty(n: int = 0, names: Sequence[str] | None = None) -> pa.Table:
+    """A table of n rows of nulls; without names it has no columns."""
+    return pa.table({name: pa.nulls(n) for name in ("_", *(names or ()))}).select(list(names or ()))
+
+
+def columns_of(rows: Sequence[dict[str, Any]], columns: Sequence[str] | None) -> dict[str, list[Any]]:
+    """Dicts as columns; all names in order of first appearance where none are asked for. A missing value is None."""
+    names = list(dict.fromkeys(k for row in rows for k in row)) if columns is None else columns
+    return {str(name): [row.get(name) for row in rows] for name in names}
+
+
+def sound(table: pa.Table, max_sample_bytes: int, every_column: bool = False) -> tuple[pa.Table, Bad]:
+    """Takes rows out that hold text that is no UTF-8, or that are too large. ``table`` may be a view.
+
+    ``every_column``: offsets inside the arrays come from the file and cannot be trusted either.
+    """
+    bad: dict[int, str] = {}
+    doubtful = [i for i, f in enumerate(table.schema) if every_column or _has_text(f.type)]
+    if doubtful:
+        view = table.select(doubtful)
+        try:
+            view.validate(full=True)
+        except pa.ArrowInvalid:
+            bad.update(_broken_rows(view))
+    if bad or table.nbytes > max_sample_bytes:
+        for i in range(table.num_rows):
+            if i not in bad and (size := table.slice(i, 1).nbytes) > max_sample_bytes:
+                bad[i] = too_large(size, max_sample_bytes)
+    if not bad:
+        return table, []
+    keep = np.delete(np.arange(table.num_rows), sorted(bad))
+    return table.take(pa.array(keep)), sorted(bad.items())
+
+
+def _broken_rows(view: pa.Table) -> dict[int, str]:
+    bad: dict[int, str] = {}
+    for name in view.column_names:
+        for i in range(view.num_rows):
+            try:
+                view.slice(i, 1).select([name]).validate(full=True)
+            except pa.ArrowInvalid as error:
+                reason = "bytes that are no UTF-8" if "UTF8" in str(error) else str(error)
+                bad.setdefault(i, f"column {name!r}: {reason}")
+    return bad
+
+
+def _has_text(kind: pa.DataType) -> bool:
+    if pa.types.is_nested(kind):
+        return any(_has_text(kind.field(k).type) for k in range(kind.num_fields))
+    if pa.types.is_dictionary(kind):
+        return _has_text(kind.value_type)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def too_large(size: int, limit: int) -> str:
+    return f"the row has {size} bytes, the source's max_sample_bytes is {limit}"
+
+
+def compact(table: pa.Table) -> pa.Table:
+    """The same rows in memory of their own, so that the row group or file they were cut from can go."""
+    return pa.table([_own(column) for column in table.columns], schema=table.schema) if table.num_columns else table
+
+
+def _own(column: pa.ChunkedArray) -> pa.Array:
+    pieces = [c for c in column.chunks if len(c)]
+    if not pieces:
+        return pa.array([], type=column.type)
+    if len(pieces) == 1 and len(pieces[0]) > 1:  # concat_arrays hands back a lone array as it is; two halves force a copy
+        pieces = [pieces[0].slice(0, 1), pieces[0].slice(1)]
+    try:
+        return pa.concat_arrays(pieces)
+    except pa.ArrowInvalid:  # more than 2 GB of text, or differing dictionaries
+        return column
+
+
+def slice_of(first_row: int, n: int, table: pa.Table, bad: Bad, last: bool) -> RawSlice:
+    """A slice of rows numbered one after another."""
+    return RawSlice(np.arange(first_row, first_row + n, dtype=np.int64), table, bad, last)
+
+
+def lost(first_row: int, n: int, table: pa.Table, reason: str, last: bool) -> RawSlice:
+    """A slice in which no row can be read; ``table`` is an empty one with the right columns."""
+    return slice_of(first_row, n, table, [(i, reason) for i in range(n)], last)
+
+
+def no_rows(options: ReadOptions, skip: int, reason: str = NO_ROWS) -> RawSlice:
+    """The one slice of a chunk without rows, or what comes after it."""
+    blank = empty(0, options.columns)
+    return slice_of(1, 0, blank, [], True) if skip else lost(0, 1, blank, reason, True)

@@ -1,0 +1,219 @@
+"""One filesystem layer: listings and reads of local disks and object stores by the same code (pyarrow.fs).
+
+Local files are read with plain reads into small buffers: a memory map of a 400 MB column counts as 400 MB of resident
+memory and a file cut short under a map kills the process. Arrow IPC is the exception (``arrow.py``): its record
+batches can only be read whole, and a map whose used pages are given back costs less than a copy of the batch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from overlord.errors import SourceError
+from overlord.sources.base import BadFile, File
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.fs as pafs
+
+BLOCK = 2**18  # bytes of one read; measured: 64 kB to 1 MB make no difference on a local disk
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """A way to files (one filesystem), or to an object that stands in for them. Pickles; one serves all threads."""
+
+    fs: pafs.FileSystem | None = None
+    local: bool = True
+    held: Any = None  # a map-style dataset or a Factory
+
+    @staticmethod
+    def resolve(path: Any, *, source: str = "", suffixes: Sequence[str] = ()) -> tuple[Files, tuple[File, ...]]:
+        """The files that a glob, directory, file, URI, or a list of these names, sorted by path.
+
+        ``suffixes`` are what counts as data inside a directory. Globs know ``*``, ``?``, ``[...]`` and ``**``; in a URI
+        ``?`` starts the store's options instead.
+        """
+        names = [os.fspath(p) for p in ([path] if isinstance(path, (str, Path)) else path)]
+        if not names:
+            raise SourceError(source, "the list of files is empty")
+        found: list[File] = []
+        ways: list[Files] = []
+        for name in names:
+            way, rest = _way_to(name, source)
+            ways.append(way)
+            found += way._expand(rest, name, source, tuple(suffixes))
+        if any(way.fs != ways[0].fs for way in ways):
+            raise SourceError(source, "wanted all files on one filesystem, found several", remedy="make one source for each store")
+        found.sort(key=lambda f: f.path)
+        _refuse_twice(found, source, ways[0].local)
+        return ways[0], tuple(found)
+
+    def open(self, path: str) -> pa.NativeFile:
+        """A file for random access. Reads release the interpreter lock."""
+        assert self.fs is not None
+        return self.fs.open_input_file(path)
+
+    def check_unchanged(self, file: File) -> None:
+        """Rows are found by offsets of the index, so a file of another size must not be read by them."""
+        if self.fs is None:
+            return
+        info = self.fs.get_file_info(file.path)
+        if not info.is_file:
+            raise BadFile("the file is gone since the source was indexed", "put it back, or start a new run without it")
+        if info.size != file.size:
+            problem = f"the file changed since the source was indexed: wanted {file.size} bytes, found {info.size}"
+            raise BadFile(problem, "training data must not change under a run; restore the file, or start a new run")
+
+    def check_readable(self, file: File, start: int = 0, stop: int | None = None) -> None:
+        """Reads the bytes and drops them: raises OSError if the disk or store is at fault and not the data.
+
+        After a decoder has failed this tells a corrupt file (quarantine) from a failing disk (an error).
+        """
+        self.check_unchanged(file)
+        if self.fs is None:
+            return
+        with self.open(file.path) as handle:
+            handle.seek(start)
+            left = (file.size if stop is None else min(stop, file.size)) - start
+            while left > 0 and (block := handle.read_buffer(min(left, 2**22))).size:
+                left -= block.size
+
+    def _expand(self, rest: str, name: str, source: str, suffixes: tuple[str, ...]) -> list[File]:
+        assert self.fs is not None
+        is_uri = bool(_SCHEME.match(name))
+        try:
+            info = self.fs.get_file_info(rest)
+            if info.is_file:
+                return [_file(info)]
+            if str(info.type) == "FileType.Directory":
+                return self._directory(rest, name, source, suffixes)
+            if not _is_glob(rest, is_uri):
+                raise SourceError(source, "no such file or directory", name, "relative paths start at the working directory")
+            return self._glob(rest, name, source, is_uri)
+        except (OSError, re.error) as error:
+            raise SourceError(source, f"cannot be listed: {error}", name) from error
+
+    def _directory(self, path: str, name: str, source: str, suffixes: tuple[str, ...]) -> list[File]:
+        infos = self._list(path, recursive=True)
+        depth = len(path.rstrip("/")) + 1
+        # A plain .json beside data (dataset_info.json) describes it; name such files by a glob to read them as lines.
+        suffixes = tuple(s for s in suffixes if s != ".json")
+        found = [
+            _file(i) for i in infos
+            if i.is_file and i.path.endswith(suffixes or "") and not any(p[0] in "._" for p in i.path[depth:].split("/") if p)
+        ]  # fmt: skip
+        if not found:
+            wanted = f" that ends in {', '.join(suffixes)}" if suffixes else ""
+            raise SourceError(source, f"the directory holds no file{wanted}", name, "names that start with '_' or '.' are ignored")
+        return found
+
+    def _glob(self, pattern: str, name: str, source: str, is_uri: bool) -> list[File]:
+        parts = pattern.split("/")
+        first = next(k for k, part in enumerate(parts) if _is_glob(part, is_uri))
+        base = "/".join(parts[:first]) or "/"
+        matches = re.compile(_glob_regex("/".join(parts[first:]), is_uri)).fullmatch
+        infos = self._list(base, recursive=first < len(parts) - 1)
+        depth = len(base.rstrip("/")) + 1
+        found = [_file(i) for i in infos if i.is_file and matches(i.path[depth:])]
+        if not found:
+            seen = sorted(i.path[depth:] for i in infos if i.is_file)
+            holds = f"{base} holds {len(seen)} files, for example {seen[0]}" if seen else f"{base} is empty or does not exist"
+            raise SourceError(source, "the pattern matches no file", name, holds)
+        return found
+
+    def _list(self, base: str, recursive: bool) -> list[Any]:
+        import pyarrow.fs as pafs
+
+        assert self.fs is not None
+        return self.fs.get_file_info(pafs.FileSelector(base, allow_not_found=True, recursive=recursive))
+
+
+def _way_to(name: str, source: str) -> tuple[Files, str]:
+    if not _SCHEME.match(name):
+        return _local(), os.path.abspath(name)
+    try:
+        return _store(name)
+    except (OSError, ValueError, ImportError, NotImplementedError) as error:
+        remedy = "known schemes: file, s3, gs, hdfs, as pyarrow.fs.FileSystem.from_uri reads them"
+        raise SourceError(source, f"not a usable URI: {error}", name, remedy) from error
+
+
+@lru_cache(maxsize=1)
+def _local() -> Files:
+    import pyarrow.fs as pafs
+
+    return Files(pafs.LocalFileSystem(), True)
+
+
+def _store(uri: str) -> tuple[Files, str]:
+    """Filesystem of a URI, and the path in it, wildcards kept: only the part before them is a well-formed URI."""
+    import pyarrow.fs as pafs
+
+    body, mark, query = uri.partition("?")
+    scheme, rest = body.split("://", 1)
+    parts = rest.split("/")
+    first = next((k for k, part in enumerate(parts) if _is_glob(part, True)), len(parts))
+    fs, base = pafs.FileSystem.from_uri(f"{scheme}://{'/'.join(parts[:first])}{mark}{query}")
+    path = "/".join([base.rstrip("/"), *parts[first:]])
+    return Files(fs, isinstance(fs, pafs.LocalFileSystem)), path
+
+
+def _file(info: Any) -> File:
+    return File(info.path, info.size, info.mtime_ns or 0)
+
+
+def _is_glob(path: str, is_uri: bool) -> bool:
+    return any(c in path for c in ("*[" if is_uri else "*?["))
+
+
+def _glob_regex(pattern: str, is_uri: bool) -> str:
+    """Wildcards as a shell reads them: ``*`` stays inside a name and skips hidden ones, ``**`` is any depth."""
+    out, i = "", 0
+    while i < len(pattern):
+        c, at_start = pattern[i], i == 0 or pattern[i - 1] == "/"
+        closing = pattern.find("]", i + 2) if c == "[" else -1
+        if at_start and pattern.startswith("**/", i):
+            out, i = out + r"(?:[^./][^/]*/)*", i + 3
+        elif c == "*":
+            out, i = out + (r"(?![.])" if at_start else "") + "[^/]*", i + 1
+        elif c == "?" and not is_uri:
+            out, i = out + (r"(?![.])" if at_start else "") + "[^/]", i + 1
+        elif closing > 0:
+            body = pattern[i + 1 : closing].replace("\\", r"\\")
+            out, i = out + "[" + ("^" + body[1:] if body[0] in "!^" else body) + "]", closing + 1
+        else:
+            out, i = out + re.escape(c), i + 1
+    return out
+
+
+def _refuse_twice(found: Sequence[File], source: str, local: bool) -> None:
+    """The same file under two names would be read twice. Links to it share size and time, so only those are looked up."""
+    twice = sorted({a.path for a, b in pairwise(found) if a.path == b.path})
+    if not twice and local:
+        alike: dict[tuple[int, int], list[str]] = {}
+        for file in found:
+            alike.setdefault((file.size, file.mtime_ns), []).append(file.path)
+        twice = [f"{a} and {b}" for paths in alike.values() if len(paths) > 1 for a, b in _same_inode(paths)]
+    if twice:
+        shown = "; ".join(twice[:3]) + (f" and {len(twice) - 3} more" if len(twice) > 3 else "")
+        raise SourceError(source, f"the same file is listed twice: {shown}", remedy="its rows would be read twice; list it once")
+
+
+def _same_inode(paths: Iterable[str]) -> list[tuple[str, str]]:
+    seen: dict[tuple[int, int], str] = {}
+    pairs = []
+    for path in paths:
+        stat = os.stat(path)
+        first = seen.setdefault((stat.st_dev, stat.st_ino), path)
+        if first != path:
+            pairs.append((first, path))
+    return pairs

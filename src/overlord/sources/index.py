@@ -1,0 +1,268 @@
+"""The index of a source: its files and chunks. Built once in parallel, kept on disk, the same on every machine.
+
+An entry of the cache is trusted for a file only while path, size and time of the file are what they were. A cache that
+cannot be read or written costs time, never a job.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from overlord.errors import SourceError
+from overlord.hashing import digest
+from overlord.sources.base import BadFile, Chunks, File, Format, ReadOptions, concat_chunks, make_chunks
+from overlord.sources.dataset import Factory, files_of, fingerprint_of
+from overlord.sources.files import Files
+from overlord.sources.formats import FORMATS, SUFFIXES, format_named, format_of
+
+Progress = Callable[[int, int], None]
+FILES_PER_TASK = 16
+SHOWN = 20  # bad files that one error lists
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """What must be known of a source to index it."""
+
+    name: str
+    path: Any
+    format: str | None = None
+    options: ReadOptions = field(default_factory=ReadOptions)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Index:
+    """Files and chunks of one source. Equal fingerprints: the same names, sizes and chunks, on whatever machine."""
+
+    source: str
+    format: str
+    files: tuple[File, ...]
+    chunks: Chunks
+    schema: dict[str, str] | None  # of the first file, where the format says so without reading data
+    fingerprint: str
+    access: Files  # the way to the files
+
+    @property
+    def rows(self) -> int | None:
+        """Raw rows in all, or None where only reading tells."""
+        return None if (self.chunks.rows < 0).any() else int(self.chunks.rows.sum())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(max(0, f.size) for f in self.files)
+
+
+class _FileEntry(msgspec.Struct, array_like=True):
+    path: str
+    size: int
+    mtime_ns: int
+    chunks: bytes  # int64 [n, 5]: start, stop, unit, rows, nbytes
+
+
+class _CacheEntry(msgspec.Struct):
+    version: int
+    schema: dict[str, str] | None
+    files: list[_FileEntry]
+
+
+_VERSION = 1
+_DECODER = msgspec.msgpack.Decoder(_CacheEntry)
+
+
+@dataclass(slots=True)
+class _Work:
+    """One source while its index is being built."""
+
+    spec: IndexSpec
+    format: Format
+    access: Files
+    files: tuple[File, ...]
+    cache_file: Path | None
+    schema: dict[str, str] | None = None
+    parts: dict[str, Chunks] = field(default_factory=dict)  # by path
+    problems: list[tuple[str, str, str]] = field(default_factory=list)  # path, problem, remedy
+    stale: bool = False
+
+
+def build_index(
+    name: str, path: Any, format: str | None = None, options: ReadOptions | None = None,
+    *, cache_dir: str | Path | None = None, workers: int = 8,
+) -> Index:  # fmt: skip
+    """The index of one source. Raises SourceError, with all bad files of the source in it."""
+    return build_indexes([IndexSpec(name, path, format, options or ReadOptions())], cache_dir=cache_dir, workers=workers)[0]
+
+
+def build_indexes(
+    specs: Sequence[IndexSpec], *, cache_dir: str | Path | None = None, workers: int = 8, progress: Progress | None = None
+) -> list[Index]:
+    """All sources together, so that one large source and many small ones share the threads; ``progress(done, total)`` counts sources."""
+    cache = Path(cache_dir) if cache_dir is not None else None
+    with ThreadPoolExecutor(max(1, workers), "overlord-index") as pool:
+        started = list(pool.map(lambda spec: _start(spec, cache), specs))
+        works = [w for w in started if isinstance(w, _Work)]
+        tasks = [(w, batch) for w in works for batch in _missing(w)]
+        done, left = len(specs) - len({id(w) for w, _ in tasks}), Counter(id(w) for w, _ in tasks)
+        if progress:
+            progress(done, len(specs))
+        for work in pool.map(_look_at, tasks):
+            left[id(work)] -= 1
+            done += not left[id(work)]
+            if progress and not left[id(work)]:
+                progress(done, len(specs))
+        finished = list(pool.map(lambda w: w if isinstance(w, SourceError) else _finish(w), started))
+    if errors := [e for e in finished if isinstance(e, SourceError)]:
+        raise _one_error(errors)
+    return [index for index in finished if isinstance(index, Index)]
+
+
+def default_cache_dir() -> Path:
+    """Where indexes are kept when nothing else is said: ``$OVERLORD_CACHE``, or the user's cache directory."""
+    base = os.environ.get("OVERLORD_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "overlord")
+    return Path(base) / "index"
+
+
+def is_held(path: Any) -> bool:
+    """True for a dataset or a factory, False for anything that names files."""
+    if isinstance(path, (str, bytes, os.PathLike)):
+        return False
+    if isinstance(path, (list, tuple)):
+        return bool(path) and isinstance(path[0], dict)
+    return isinstance(path, Factory) or (hasattr(path, "__getitem__") and hasattr(path, "__len__"))
+
+
+def _start(spec: IndexSpec, cache: Path | None) -> _Work | SourceError:
+    """Listing, format and what the cache knows. Errors are values here: all sources are looked at before any is raised."""
+    try:
+        if is_held(spec.path):
+            held_as = FORMATS["factory" if isinstance(spec.path, Factory) else "dataset"]
+            return _Work(spec, held_as, Files(None, True, spec.path), files_of(spec.path), None)
+        if not isinstance(spec.path, (str, list, tuple, os.PathLike)):
+            problem = f"wanted files, a dataset or a factory, found {type(spec.path).__name__}"
+            return SourceError(spec.name, problem, remedy="a dataset needs __len__ and __getitem__")
+        given = format_named(spec.format, spec.name) if spec.format else None
+        access, files = Files.resolve(spec.path, source=spec.name, suffixes=given.suffixes if given else SUFFIXES)
+        fmt = given or format_of(files, spec.name)
+        work = _Work(spec, fmt, access, files, _cache_file(cache, spec, fmt) if cache and fmt.indexed else None)
+        _from_cache(work)
+        return work
+    except SourceError as error:
+        return error
+
+
+def _cache_file(cache: Path, spec: IndexSpec, fmt: Format) -> Path:
+    paths = [spec.path] if isinstance(spec.path, (str, os.PathLike)) else spec.path
+    where = [p if "://" in (p := os.fspath(x)) else os.path.abspath(p) for x in paths]
+    columns = "*" if spec.options.columns is None else "\x1f".join(spec.options.columns)
+    return cache / f"{digest(fmt.name, columns, *where)}.msgpack"
+
+
+def _from_cache(work: _Work) -> None:
+    if work.cache_file is None:
+        return
+    try:
+        entry = _DECODER.decode(work.cache_file.read_bytes())
+        if entry.version != _VERSION:
+            return
+        known = {(e.path, e.size, e.mtime_ns): e for e in entry.files}
+        for file in work.files:
+            if found := known.get((file.path, file.size, file.mtime_ns)):
+                table = np.frombuffer(found.chunks, np.int64).reshape(-1, 5)
+                work.parts[file.path] = make_chunks(table)  # type: ignore[arg-type]
+        if work.files[0].path in work.parts:
+            work.schema = entry.schema
+        work.stale = len(entry.files) != len(work.files)
+    except (OSError, ValueError, msgspec.MsgspecError):
+        work.parts, work.schema = {}, None  # a damaged entry is written anew
+
+
+def _missing(work: _Work) -> list[list[File]]:
+    left = [f for f in work.files if f.path not in work.parts]
+    return [left[k : k + FILES_PER_TASK] for k in range(0, len(left), FILES_PER_TASK)]
+
+
+def _look_at(task: tuple[_Work, list[File]]) -> _Work:
+    """Chunks of a few files; a bad one is noted, so that all bad files are reported together."""
+    work, files = task
+    fmt, access, options = work.format, work.access, work.spec.options
+    for file in files:
+        try:
+            work.parts[file.path] = fmt.chunks(access, file, options)
+            if file is work.files[0]:
+                work.schema = fmt.schema(access, file, options)
+            work.stale = True
+        except BadFile as error:
+            work.problems.append((file.path, error.problem, error.remedy))
+        except OSError as error:
+            work.problems.append((file.path, f"cannot be read: {error}", "check that the file is there and may be read"))
+    return work
+
+
+def _finish(work: _Work) -> Index | SourceError:
+    name = work.spec.name
+    if work.problems:
+        return _bad_files(name, sorted(work.problems), len(work.files))
+    parts = [work.parts[f.path] for f in work.files]
+    if work.cache_file is not None and work.stale:
+        _write_cache(work.cache_file, work.schema, work.files, parts)
+    chunks = concat_chunks(parts)
+    if (chunks.unit < 0).all():
+        where = work.spec.path if isinstance(work.spec.path, str) else ""
+        return SourceError(name, f"none of its {len(work.files)} files has any row", where, "leave the source out, or give it data")
+    return Index(name, work.format.name, work.files, chunks, work.schema, _fingerprint(work, chunks), work.access)
+
+
+def _fingerprint(work: _Work, chunks: Chunks) -> str:
+    """Over names relative to the files' common directory, sizes and chunks: a copy elsewhere has the same one."""
+    structure = (chunks.file, chunks.start, chunks.stop, chunks.unit)
+    if work.access.held is not None:
+        return digest(work.format.name, fingerprint_of(work.access.held), *structure)
+    paths = [f.path for f in work.files]
+    root = os.path.commonpath([os.path.dirname(p) for p in paths])
+    names = "\0".join(p[len(root) :].lstrip("/") for p in paths)
+    return digest(work.format.name, names, np.array([f.size for f in work.files], np.int64), *structure)
+
+
+def _write_cache(path: Path, schema: dict[str, str] | None, files: Sequence[File], parts: Sequence[Chunks]) -> None:
+    """Into a file of its own first: a reader never sees half an entry. Not being able to write is no reason to fail."""
+    entries = [
+        _FileEntry(f.path, f.size, f.mtime_ns, np.stack([c.start, c.stop, c.unit, c.rows, c.nbytes], axis=1).astype(np.int64).tobytes())
+        for f, c in zip(files, parts, strict=True)
+    ]
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+        try:
+            with os.fdopen(handle, "wb") as out:
+                out.write(msgspec.msgpack.encode(_CacheEntry(_VERSION, schema, entries)))
+            os.replace(name, path)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(name)
+
+
+def _bad_files(source: str, problems: Sequence[tuple[str, str, str]], total: int) -> SourceError:
+    if len(problems) == 1:
+        path, problem, remedy = problems[0]
+        return SourceError(source, problem, path, remedy)
+    shown = "".join(f"\n  - {path}: {problem}" for path, problem, _ in problems[:SHOWN])
+    more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    remedies = "; ".join(dict.fromkeys(remedy for _, _, remedy in problems if remedy))
+    return SourceError(source, f"{len(problems)} of its {total} files cannot be used{shown}{more}\n", remedy=remedies)
+
+
+def _one_error(errors: Sequence[SourceError]) -> SourceError:
+    if len(errors) == 1:
+        return errors[0]
+    names = ", ".join(e.source for e in errors)
+    return SourceError(names, f"{len(errors)} sources cannot be used" + "".join(f"\n- {e}" for e in errors))

@@ -1,0 +1,146 @@
+"""JSON lines: plain files in byte ranges (no scan), .gz and .zst as one stream each.
+
+A line is a row by RFC 8259 in UTF-8: anything else, however much of it a lenient parser could make out, is unreadable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from overlord.sources import columns as cols
+from overlord.sources.base import NO_ROWS, Chunks, File, RawSlice, ReadOptions, make_chunks, no_rows_chunk
+from overlord.sources.files import BLOCK
+from overlord.sources.unpack import Line, gunzip, plain, split_lines, unzstd
+
+if TYPE_CHECKING:
+    from overlord.sources.files import Files
+
+_UNPACK = {".gz": gunzip, ".zst": unzstd}
+_BOM = b"\xef\xbb\xbf"
+
+
+class Jsonl:
+    name = "jsonl"
+    suffixes = tuple(a + b for a in (".jsonl", ".ndjson", ".json") for b in ("", ".gz", ".zst"))
+    indexed = False
+
+    def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
+        if not file.size:
+            return no_rows_chunk()
+        if _suffix(file.path) in _UNPACK:
+            return make_chunks([(0, -1, 0, -1, file.size)])
+        starts = range(0, file.size, options.chunk_bytes)
+        stops = [min(s + options.chunk_bytes, file.size) for s in starts]
+        return make_chunks([(a, b, k, -1, b - a) for k, (a, b) in enumerate(zip(starts, stops, strict=True))])
+
+    def schema(self, files: Files, file: File, options: ReadOptions) -> dict[str, str] | None:
+        return None
+
+    def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
+        # A decompressor's window is 32 kB for gzip and at most 8 MB for zstd as commonly written.
+        return 2 * BLOCK if int(chunks.stop[i]) >= 0 else 2**21
+
+    def read(self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0) -> Iterator[RawSlice]:
+        if int(chunks.unit[i]) < 0:
+            rows = [Line(0, b"", NO_ROWS)] if not skip else []
+            yield _slice(rows, options, True)
+            return
+        with files.open(file.path) as handle:
+            yield from _slices(_lines(handle, file, chunks, i, options), options, skip)
+
+
+def _lines(handle: pa.NativeFile, file: File, chunks: Chunks, i: int, options: ReadOptions) -> Iterator[Line]:
+    start, stop, limit = int(chunks.start[i]), int(chunks.stop[i]), options.max_sample_bytes
+    unpack = _UNPACK.get(_suffix(file.path))
+    if unpack is None:
+        handle.seek(max(0, start - 1))
+        yield from split_lines(plain(handle), start, stop, limit, partial=start > 0)
+        return
+    nothing = True
+    for line in split_lines(unpack(handle), 0, None, limit, partial=False):
+        nothing = False
+        yield line
+    if nothing:
+        yield Line(0, b"", NO_ROWS)
+
+
+def _slices(lines: Iterator[Line], options: ReadOptions, skip: int) -> Iterator[RawSlice]:
+    """Slices of ``slice_rows`` rows. The next row is awaited before a full slice goes, so that the last one knows it is."""
+    step, left = options.slice_rows, skip * options.slice_rows
+    rows: list[Line] = []
+    for line in lines:
+        if line.data[:1] != b"{" and not line.problem and not line.data.strip():
+            continue
+        if left:
+            left -= 1
+            continue
+        if len(rows) == step:
+            out, rows = _slice(rows, options, False), [line]
+            yield out
+            continue
+        rows.append(line)
+    yield _slice(rows, options, True)
+
+
+def _slice(rows: Sequence[Line], options: ReadOptions, last: bool) -> RawSlice:
+    offsets = np.array([line.offset for line in rows], np.int64)
+    values, bad = _decode(rows, options.columns)
+    good = len(rows) - len(bad)
+    if options.columns is None:
+        columns = cols.columns_of(values, None)
+    else:
+        columns = {name: [getattr(v, f"f{k}") for v in values] for k, name in enumerate(options.columns)}
+    table, misfits = cols.table_of(columns, good)
+    if misfits:
+        numbers = np.delete(np.arange(len(rows)), [i for i, _ in bad])  # misfits count readable rows only
+        bad = sorted(bad + [(int(numbers[i]), reason) for i, reason in misfits])
+    return RawSlice(offsets, table, bad, last)
+
+
+def _decode(rows: Sequence[Line], columns: tuple[str, ...] | None) -> tuple[list[Any], cols.Bad]:
+    decode = _decoder(columns).decode
+    values, bad = [], []
+    for i, (offset, data, problem) in enumerate(rows):
+        if problem:
+            bad.append((i, problem))
+            continue
+        try:
+            if not data.isascii():
+                data.decode()  # the decoder does not look into fields it passes over
+                if offset == 0 and data.startswith(_BOM):
+                    data = data[3:]
+            values.append(decode(data))
+        except (ValueError, RecursionError) as error:
+            bad.append((i, _reason(error)))
+    return values, bad
+
+
+@lru_cache(maxsize=1024)
+def _decoder(columns: tuple[str, ...] | None) -> msgspec.json.Decoder[Any]:
+    """With named columns, a decoder that builds no objects for the rest of the line."""
+    if columns is None:
+        return msgspec.json.Decoder(dict)
+    fields = [(f"f{k}", Any, None) for k in range(len(columns))]
+    kind = msgspec.defstruct("Row", fields, rename={f"f{k}": name for k, name in enumerate(columns)}, gc=False)
+    return msgspec.json.Decoder(kind)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"bytes that are no UTF-8: 0x{error.object[error.start]:02x} at byte {error.start} of the line"
+    if isinstance(error, RecursionError):
+        return "broken JSON: nested too deeply"
+    text = str(error)
+    if text.startswith("Expected `object`"):
+        return f"wanted a JSON object on the line, found {text.rpartition('got ')[2]}"
+    return f"broken JSON: {text.removeprefix('JSON is malformed: ')}"
+
+
+def _suffix(path: str) -> str:
+    return "." + path.rpartition(".")[2].lower()

@@ -1,0 +1,71 @@
+"""A thread-safe cache of few things, bounded by their number and by their bytes; the least recently used goes first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from threading import Lock
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Lru(Generic[K, V]):
+    """``on_evict`` is called outside the lock, for what was pushed out or cleared, not for what was taken."""
+
+    def __init__(self, max_items: int, max_bytes: int, on_evict: Callable[[V], None] | None = None):
+        self.max_items, self.max_bytes = max_items, max_bytes
+        self.nbytes = 0
+        self.evictions = 0
+        self._items: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self._lock = Lock()
+        self._on_evict = on_evict
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def get(self, key: K) -> V | None:
+        with self._lock:
+            if key not in self._items:
+                return None
+            self._items.move_to_end(key)
+            return self._items[key][0]
+
+    def take(self, key: K) -> V | None:
+        """Gets and removes in one go, so that one thread alone has it."""
+        with self._lock:
+            if key not in self._items:
+                return None
+            value, nbytes = self._items.pop(key)
+            self.nbytes -= nbytes
+            return value
+
+    def put(self, key: K, value: V, nbytes: int) -> None:
+        """Keeps the value, even one larger than all bounds, until the next one comes."""
+        gone: list[V] = []
+        with self._lock:
+            if key in self._items:
+                gone.append(self._drop(key))
+            self._items[key] = (value, nbytes)
+            self.nbytes += nbytes
+            while len(self._items) > 1 and (len(self._items) > self.max_items or self.nbytes > self.max_bytes):
+                gone.append(self._drop(next(iter(self._items))))
+                self.evictions += 1
+        self._let_go(gone)
+
+    def clear(self, owned: Callable[[K], bool] = lambda _: True) -> None:
+        """Lets go of everything, or of the keys that ``owned`` says yes to."""
+        with self._lock:
+            gone = [self._drop(key) for key in [k for k in self._items if owned(k)]]
+        self._let_go(gone)
+
+    def _drop(self, key: K) -> V:
+        value, nbytes = self._items.pop(key)
+        self.nbytes -= nbytes
+        return value
+
+    def _let_go(self, gone: list[V]) -> None:
+        if self._on_evict is not None:
+            for value in gone:
+                self._on_evict(value)

@@ -1,0 +1,206 @@
+"""Parquet: a chunk is a row group; only footers are read for the index.
+
+Two ways to read a row group, chosen by its size alone so that every machine reads alike:
+
+- small: read whole once, hand out compact copies of slices. An open iterator holds 2 to 3 times a small row group.
+- large: decode slice by slice through a buffered stream. What is held is a page and a read buffer per column and the
+  slice itself, whatever the size of the row group (``benchmarks/row_group_memory.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from overlord.sources import columns as cols
+from overlord.sources.base import BadFile, Chunks, File, RawSlice, ReadOptions, make_chunks, no_rows_chunk
+from overlord.sources.lru import Lru
+
+if TYPE_CHECKING:
+    from overlord.sources.files import Files
+
+SMALL_ROW_GROUP = 4 * 2**20  # bytes of the needed columns, decoded
+READ_BUFFER = 2**16  # bytes per column; 64 kB and 1 MB read equally fast, and this is held per open column
+PAGE = 2**20  # what writers aim at for one page
+
+# Far above any real file (a footer of 100 MB parses), far below what a hostile one could make the parser allocate.
+_LIMITS = {"thrift_string_size_limit": 2**27, "thrift_container_size_limit": 2**22}
+_REMEDY = "the file is cut short or no Parquet file; write it again or leave it out"
+_BROKEN = (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError)
+
+_FOOTERS: Lru[tuple[str, int, int], Any] = Lru(max_items=1024, max_bytes=2**26)
+
+
+class Parquet:
+    name = "parquet"
+    suffixes = (".parquet", ".pq")
+    indexed = True
+
+    def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
+        footer = _footer(files, file)
+        rows = [footer.row_group(g).num_rows for g in range(footer.num_row_groups)]
+        if sum(rows) != footer.num_rows or min(rows, default=0) < 0:
+            raise BadFile(f"the footer contradicts itself: {footer.num_rows} rows, but its row groups have {sum(rows)}", _REMEDY)
+        wanted = _column_ids(footer, options)
+        if not footer.num_rows:
+            return no_rows_chunk()
+        out, first = [], 0
+        for g, n in enumerate(rows):
+            group = footer.row_group(g)
+            nbytes = group.total_byte_size if wanted is None else sum(group.column(j).total_uncompressed_size for j in wanted)
+            out.append((first, first + n, g, n, nbytes))
+            first += n
+        return make_chunks(out)
+
+    def schema(self, files: Files, file: File, options: ReadOptions) -> dict[str, str] | None:
+        return {f.name: str(f.type) for f in _footer(files, file).schema.to_arrow_schema()}
+
+    def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
+        nbytes, rows = int(chunks.nbytes[i]), max(1, int(chunks.rows[i]))
+        if nbytes <= SMALL_ROW_GROUP:
+            return nbytes
+        open_columns = len(options.columns) if options.columns else 4
+        return open_columns * (READ_BUFFER + 2 * PAGE) + nbytes * min(options.slice_rows, rows) // rows
+
+    def read(self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0) -> Iterator[RawSlice]:
+        first, rows, step = int(chunks.start[i]), int(chunks.rows[i]), options.slice_rows
+        if int(chunks.unit[i]) < 0:
+            yield cols.no_rows(options, skip)
+            return
+        try:
+            footer = _footer(files, file)
+        except BadFile:
+            files.check_readable(file)
+            raise
+        blank = _select(footer.schema.to_arrow_schema().empty_table(), options)
+        if skip * step >= rows:
+            yield cols.slice_of(first + rows, 0, blank, [], True)
+            return
+        done, reason = skip * step, ""
+        tables = _slices(files, file, footer, int(chunks.unit[i]), int(chunks.nbytes[i]), options, skip)
+        while done < rows and not reason:
+            want = min(step, rows - done)
+            try:
+                table = next(tables, None)
+                if table is None or table.num_rows != want:
+                    found = 0 if table is None else table.num_rows
+                    reason = f"row group {int(chunks.unit[i])} is corrupt: wanted {want} rows here, found {found}"
+                    break
+                table, bad = cols.sound(table, options.max_sample_bytes)
+            except _BROKEN as error:
+                files.check_readable(file)  # raises if the disk is at fault
+                reason = f"row group {int(chunks.unit[i])} is corrupt: {_first_line(error)}"
+                break
+            done += want
+            yield cols.slice_of(first + done - want, want, table, bad, done == rows)
+        # The count of rows is known, so what cannot be decoded is still accounted for, row by row.
+        for at in range(done, rows, step):
+            n = min(step, rows - at)
+            yield cols.lost(first + at, n, blank, reason, at + n == rows)
+
+
+def _slices(
+    files: Files, file: File, footer: Any, group: int, nbytes: int, options: ReadOptions, skip: int
+) -> Iterator[pa.Table]:
+    """Tables of ``slice_rows`` rows from slice ``skip`` on; the last may be shorter. Raises what pyarrow raises."""
+    step = options.slice_rows
+    if nbytes <= SMALL_ROW_GROUP:
+        try:
+            with _open(files, file, footer) as reader:
+                whole = _select(reader.read_row_group(group, columns=_names(options), use_threads=False), options)
+        except _BROKEN:
+            pass  # the other way may still give the rows before the broken page
+        else:
+            if whole.num_rows <= step:
+                yield whole
+            else:
+                for at in range(skip * step, whole.num_rows, step):
+                    yield cols.compact(whole.slice(at, step))
+            return
+    with _open(files, file, footer) as reader:
+        batches = reader.iter_batches(batch_size=step, row_groups=[group], columns=_names(options), use_threads=False)
+        for t, table in enumerate(_regroup(batches, step)):
+            if t >= skip:
+                yield _select(table, options)
+
+
+def _regroup(batches: Iterator[pa.RecordBatch], step: int) -> Iterator[pa.Table]:
+    """Tables of exactly ``step`` rows: a reader may give shorter batches where a column's text passes 2 GB."""
+    held: list[pa.RecordBatch] = []
+    n = 0
+    for batch in batches:
+        if not n and batch.num_rows == step:
+            yield pa.Table.from_batches([batch])
+            continue
+        held.append(batch)
+        n += batch.num_rows
+        while n >= step:
+            table = pa.Table.from_batches(held)
+            yield table.slice(0, step)
+            n -= step
+            held[:] = table.slice(step).to_batches() if n else []
+    if n:
+        yield pa.Table.from_batches(held)
+
+
+@contextmanager
+def _open(files: Files, file: File, footer: Any) -> Iterator[pq.ParquetFile]:
+    with files.open(file.path) as handle:  # a ParquetFile does not close what it was handed
+        yield pq.ParquetFile(
+            handle, metadata=footer, pre_buffer=False, buffer_size=READ_BUFFER, page_checksum_verification=True, **_LIMITS
+        )
+
+
+def _footer(files: Files, file: File) -> Any:
+    """The parsed footer, kept: a file of a thousand row groups is opened a thousand times."""
+    key = (file.path, file.size, file.mtime_ns)
+    if (footer := _FOOTERS.get(key)) is not None:
+        return footer
+    if file.size < 12:
+        raise BadFile(f"wanted a Parquet file, found {file.size} bytes", _REMEDY)
+    handle = files.open(file.path)
+    try:
+        with pq.ParquetFile(handle, pre_buffer=False, **_LIMITS) as reader:
+            footer = reader.metadata
+            footer.schema.to_arrow_schema()  # fails here and not later where the types make no sense
+    except _BROKEN as error:
+        handle.seek(file.size - 4)
+        found = handle.read(4)
+        if found != b"PAR1":
+            raise BadFile(f"wanted the mark PAR1 at the end, found {found!r}", _REMEDY) from error
+        raise BadFile(f"the footer cannot be read: {_first_line(error)}", _REMEDY) from error
+    finally:
+        handle.close()
+    _FOOTERS.put(key, footer, footer.serialized_size)
+    return footer
+
+
+def _column_ids(footer: Any, options: ReadOptions) -> list[int] | None:
+    """Leaf columns under the needed ones; names that the file lacks are a BadFile that lists what it has."""
+    if options.columns is None:
+        return None
+    known = footer.schema.to_arrow_schema().names
+    if missing := [c for c in options.columns if c not in known]:
+        raise BadFile(
+            f"wanted the column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}, found {', '.join(known) or 'none'}",
+            "name a column that every file has, or write the file again",
+        )
+    wanted = set(options.columns)
+    paths = [footer.schema.column(j).path for j in range(len(footer.schema))]
+    return [j for j, path in enumerate(paths) if path in wanted or path.split(".")[0] in wanted]
+
+
+def _names(options: ReadOptions) -> list[str] | None:
+    return None if options.columns is None else list(options.columns)
+
+
+def _select(table: pa.Table, options: ReadOptions) -> pa.Table:
+    return table if options.columns is None else table.select(list(options.columns))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,138 @@
+"""Decompression in bounded pieces, and lines out of pieces: nothing here holds more than a piece and one line."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from overlord.sources.base import BadFile
+from overlord.sources.files import BLOCK
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+ZSTD_FEED = 1024  # a zstd block of 4 bytes can unfold to 128 kB, so this bounds one step to 32 MB on hostile data
+
+
+class Broken(Exception):
+    """The compressed data ends early or makes no sense from here on. A fact about bytes, never about the disk."""
+
+
+class Line(NamedTuple):
+    offset: int  # of its first byte in the (decompressed) text
+    data: bytes
+    problem: str = ""  # why it cannot be used
+
+
+def plain(handle: pa.NativeFile) -> Iterator[bytes]:
+    while block := handle.read(BLOCK):
+        yield block
+
+
+def gunzip(handle: pa.NativeFile) -> Iterator[bytes]:
+    """The text of a .gz file, members one after another."""
+    unpacker, inside = zlib.decompressobj(31), False
+    while data := handle.read(BLOCK):
+        while data:
+            if unpacker.eof:
+                unpacker, inside = zlib.decompressobj(31), False
+            if not inside and not (data := data.lstrip(b"\0")):  # some writers pad with zeros after a member
+                break
+            inside, before = True, unpacker.copy()
+            try:
+                out = unpacker.decompress(data, BLOCK)
+            except zlib.error as error:
+                yield from _salvage(before, data)
+                raise Broken(f"the gzip data is corrupt: {error}") from error
+            if out:
+                yield out
+            data = unpacker.unused_data if unpacker.eof else unpacker.unconsumed_tail
+    if inside and not unpacker.eof:
+        while out := unpacker.decompress(b"", BLOCK):
+            yield out
+        if not unpacker.eof:
+            raise Broken("the gzip data ends early: the file is cut short")
+
+
+def _salvage(unpacker: zlib._Decompress, data: bytes) -> Iterator[bytes]:
+    """What comes before the broken byte: zlib drops the whole piece in which it fails."""
+    out = b""
+    try:
+        for i in range(len(data)):
+            out += unpacker.decompress(data[i : i + 1])
+            if len(out) >= BLOCK:
+                yield out
+                out = b""
+    except zlib.error:
+        pass
+    if out:
+        yield out
+
+
+def unzstd(handle: pa.NativeFile) -> Iterator[bytes]:
+    """The text of a .zst file, frames one after another."""
+    try:
+        import zstandard
+    except ImportError:
+        raise BadFile("reading .zst needs the package zstandard", "pip install 'overlord[zstd]'") from None
+    unpacker, inside = zstandard.ZstdDecompressor().decompressobj(), False
+    while block := handle.read(BLOCK):
+        for at in range(0, len(block), ZSTD_FEED):
+            data = block[at : at + ZSTD_FEED]
+            while data:
+                if unpacker.eof:
+                    unpacker = zstandard.ZstdDecompressor().decompressobj()
+                inside = True
+                try:
+                    out = unpacker.decompress(data)
+                except zstandard.ZstdError as error:
+                    raise Broken(f"the zstd data is corrupt: {error}") from error
+                if out:
+                    yield out
+                data = unpacker.unused_data if unpacker.eof else b""
+    if inside and not unpacker.eof:
+        raise Broken("the zstd data ends early: the file is cut short")
+
+
+def split_lines(pieces: Iterator[bytes], start: int, stop: int | None, limit: int, partial: bool) -> Iterator[Line]:
+    """Lines that start in [start, stop), blank ones too; ``pieces`` begin at ``start``, or one byte before if ``partial``.
+
+    With ``partial`` the text up to the first line break belongs to the line before and is dropped. A line of more than
+    ``limit`` bytes is passed over without being held. Broken compression ends the lines with one that says so.
+    """
+    at = start - 1 if partial else start  # where the line in hand starts
+    pos, held, size, dropping = at, list[bytes](), 0, partial
+    try:
+        for piece in pieces:
+            first, *rest = piece.split(b"\n")
+            pos += len(piece)
+            size += len(first)
+            if not dropping:
+                held.append(first)
+            if size > limit:
+                dropping, held = True, []
+            if rest:
+                if not (partial and at < start):
+                    yield _line(at, held, size, limit)
+                at += size + 1
+                for data in rest[:-1]:
+                    if stop is not None and at >= stop:
+                        return
+                    yield _line(at, [data], len(data), limit)
+                    at += len(data) + 1
+                held, size, dropping = [rest[-1]], len(rest[-1]), len(rest[-1]) > limit
+            if stop is not None and (at >= stop or (dropping and pos >= stop)):
+                break  # the line in hand starts elsewhere, or is known to be too long and the last one
+    except Broken as error:
+        if stop is None or at < stop:
+            yield Line(at, b"", str(error))
+        return
+    if size and at >= start and (stop is None or at < stop):
+        yield _line(at, held, size, limit)
+
+
+def _line(at: int, held: list[bytes], size: int, limit: int) -> Line:
+    if size > limit:
+        return Line(at, b"", f"the line has more than {limit} bytes, the source's max_sample_bytes")
+    return Line(at, held[0] if len(held) == 1 else b"".join(held))

@@ -1,0 +1,136 @@
+"""WebDataset: tar shards in which consecutive members with the same key form a sample, one column per extension.
+
+``a/b.jpg`` and ``a/b.seg.png`` are the columns ``jpg`` and ``seg.png`` of the sample whose ``__key__`` is ``a/b``.
+Values are bytes as stored. Pickles, links and devices are refused by name: data is only data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from overlord.sources import columns as cols
+from overlord.sources.base import NO_ROWS, Chunks, File, RawSlice, ReadOptions, make_chunks, no_rows_chunk
+from overlord.sources.files import BLOCK
+from overlord.sources.tarfmt import BrokenTar, Cursor, Member, members
+
+if TYPE_CHECKING:
+    from overlord.sources.files import Files
+
+KEY = "__key__"
+REFUSED = (".pkl", ".pickle", ".pyd", ".pt", ".pth")  # what other readers would unpickle
+
+
+@dataclass(slots=True)
+class Group:
+    """One sample: its bytes by extension, or why it is none."""
+
+    key: str
+    offset: int
+    size: int = 0
+    values: dict[str, bytes | None] = field(default_factory=dict)  # None: there, but not asked for
+    problem: str = ""
+
+    def refuse(self, problem: str) -> None:
+        self.problem = self.problem or problem
+        self.values = dict.fromkeys(self.values)  # lets go of the bytes
+
+
+class WebDataset:
+    name = "tar"
+    suffixes = (".tar",)
+    indexed = False
+
+    def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
+        return make_chunks([(0, -1, 0, -1, file.size)]) if file.size else no_rows_chunk()
+
+    def schema(self, files: Files, file: File, options: ReadOptions) -> dict[str, str] | None:
+        return None
+
+    def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
+        return 2 * BLOCK
+
+    def read(self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0) -> Iterator[RawSlice]:
+        step, left = options.slice_rows, skip * options.slice_rows
+        held: list[Group] = []
+        with files.open(file.path) as handle:
+            for group in _groups(Cursor(handle, file.size), options, left):
+                if left:
+                    left -= 1
+                elif len(held) == step:
+                    out, held = _slice(held, options, False), [group]
+                    yield out
+                else:
+                    held.append(group)
+        yield _slice(held, options, True)
+
+
+def _groups(cursor: Cursor, options: ReadOptions, skip: int) -> Iterator[Group]:
+    """Samples in file order; the bytes of the first ``skip`` are not read.
+
+    Names without an extension and hidden ones are no samples and are passed over. Where the archive breaks, the
+    sample in hand may lack members, so it is the unreadable one.
+    """
+    group: Group | None = None
+    count = 0
+    try:
+        for member in members(cursor) if cursor.size else ():
+            key, extension = split_name(member.name)
+            if not extension and not member.problem:
+                continue
+            if group is None or key != group.key:
+                if group is not None:
+                    yield group
+                group, count = Group(key, member.header), count + 1
+            _add(cursor, group, extension, member, options, load=count > skip)
+    except BrokenTar as error:
+        group = group or Group("", error.offset)
+        group.refuse(error.problem)
+    yield group or Group("", 0, problem=NO_ROWS)
+
+
+def _add(cursor: Cursor, group: Group, extension: str, member: Member, options: ReadOptions, load: bool) -> None:
+    if member.problem:
+        group.refuse(f"member {member.name!r} {member.problem}")
+    elif member.name.lower().endswith(REFUSED):
+        group.refuse(f"member {member.name!r} is a pickle, which could run code")
+    elif extension in group.values:
+        group.refuse(f"member {member.name!r} is there twice")
+    elif options.columns is None or extension in options.columns:
+        group.size += member.size
+        if group.size > options.max_sample_bytes:
+            group.refuse(f"the sample has more than {options.max_sample_bytes} bytes, the source's max_sample_bytes")
+        elif load and not group.problem:
+            group.values[extension] = _bytes(cursor, member)
+            return
+    group.values.setdefault(extension, None)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Key and extension: the path is cut at the first dot of its last part. No extension: no sample."""
+    folder, slash, last = name.removeprefix("./").rpartition("/")
+    stem, _, extension = last.partition(".")
+    return (folder + slash + stem, extension.lower()) if stem and extension else (name, "")
+
+
+def _bytes(cursor: Cursor, member: Member) -> bytes:
+    data = cursor.read(member.data, member.size)
+    if len(data) != member.size:
+        raise OSError(f"wanted {member.size} bytes of member {member.name!r}, the file gave {len(data)}")
+    return data
+
+
+def _slice(groups: Sequence[Group], options: ReadOptions, last: bool) -> RawSlice:
+    good = [g for g in groups if not g.problem]
+    names = options.columns if options.columns is not None else (KEY, *dict.fromkeys(e for g in good for e in g.values))
+    arrays = {
+        name: pa.array([g.key for g in good], pa.string()) if name == KEY else pa.array([g.values.get(name) for g in good], pa.binary())
+        for name in names
+    }
+    table = pa.table(arrays) if arrays else cols.empty(len(good))
+    bad = [(i, g.problem) for i, g in enumerate(groups) if g.problem]
+    return RawSlice(np.array([g.offset for g in groups], np.int64), table, bad, last)

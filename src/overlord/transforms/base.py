@@ -1,0 +1,288 @@
+"""What a source's rows go through, said as values; and the shapes that travel between the stages.
+
+A spec is frozen, cheap to import and to build, and reports its problems at construction as far as they show without
+reading files. What runs a spec is in ``pipeline.py``; pyarrow and tokenizers are imported only there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+
+from overlord.errors import JobError
+from overlord.hashing import digest
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from overlord.sample import Ragged
+
+RESERVED_META = ("tokens", "bytes")  # every sample has these
+
+
+class Transform(Protocol):
+    """One step of a pipeline. ``user_code``: the result of a row may depend on the batch it comes in."""
+
+    kind: ClassVar[str]
+
+    @property
+    def user_code(self) -> bool: ...
+
+    @property
+    def holds_lock(self) -> bool: ...
+
+    def fingerprint(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowIds:
+    """Who the rows of a slice are: the part of ``SampleId`` that a transform may key chance with."""
+
+    epoch: int
+    file: int
+    row: np.ndarray  # int64
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """What the slice stage leaves of a slice. ``index`` and ``bad`` count rows of the slice that came in."""
+
+    table: pa.Table
+    index: np.ndarray  # int64: input row of every row of ``table``
+    bad: list[tuple[int, str]] = field(default_factory=list)  # (input row, reason), ascending
+    dropped: int = 0  # rows a Filter dropped: counted, never quarantined
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """Samples in stream order of their rows, ready for the loader's buffer."""
+
+    index: np.ndarray  # int64: input row of every sample
+    part: np.ndarray  # int32
+    tokens: Ragged  # starts at 0, nothing unused; a view of Arrow memory where nothing had to be cut out
+    meta: dict[str, np.ndarray]  # "tokens" and "bytes" (int64) and own columns (int64 or float64)
+    bad: list[tuple[int, str]] = field(default_factory=list)  # (input row, reason), ascending
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Tokens:
+    """Token ids that already stand in a column of lists, of any integer type."""
+
+    column: str = "tokens"
+    kind: ClassVar[str] = "tokens"
+    user_code: ClassVar[bool] = False
+    holds_lock: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        refuse("Tokens", column_problems("column", self.column))
+
+    def __repr__(self) -> str:
+        return f"Tokens({self.column!r})"
+
+    def fingerprint(self) -> str:
+        return digest("tokens", self.column)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Map:
+    """``fn(columns) -> columns`` over a slice; with ``rows``, ``fn(row) -> row``; with ``rng`` too, ``fn(row, rng)``.
+
+    What ``fn`` returns replaces the columns. ``holds_lock``: pure Python that takes long, so that the source is better
+    transformed in a process of its own; ``fn`` must then be a module's function.
+    """
+
+    fn: Callable[..., Any]
+    rows: bool = field(default=False, kw_only=True)
+    rng: bool = field(default=False, kw_only=True)
+    holds_lock: bool = field(default=False, kw_only=True)
+    kind: ClassVar[str] = "map"
+    user_code: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        problems = function_problems(self.fn) + flag_problems(self, "rows", "rng", "holds_lock")
+        if self.rng is True and self.rows is not True:
+            problems.append("rng: a random Map works row by row; add rows=True")
+        refuse("Map", problems)
+
+    def __repr__(self) -> str:
+        return f"Map({function_name(self.fn)}{flags(self, 'rows', 'rng', 'holds_lock')})"
+
+    def fingerprint(self) -> str:
+        return digest("map", function_fingerprint(self.fn), f"{self.rows}{self.rng}")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Filter:
+    """Keeps the rows for which ``fn(columns)`` (with ``rows``, ``fn(row)``) says True; the others are counted."""
+
+    fn: Callable[..., Any]
+    rows: bool = field(default=False, kw_only=True)
+    holds_lock: bool = field(default=False, kw_only=True)
+    kind: ClassVar[str] = "filter"
+    user_code: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        refuse("Filter", function_problems(self.fn) + flag_problems(self, "rows", "holds_lock"))
+
+    def __repr__(self) -> str:
+        return f"Filter({function_name(self.fn)}{flags(self, 'rows', 'holds_lock')})"
+
+    def fingerprint(self) -> str:
+        return digest("filter", function_fingerprint(self.fn), str(self.rows))
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Select:
+    """Only these columns go on; set before a Map or Filter, only these are read from the file."""
+
+    columns: tuple[str, ...]
+    kind: ClassVar[str] = "select"
+    user_code: ClassVar[bool] = False
+    holds_lock: ClassVar[bool] = False
+
+    def __init__(self, *columns: str) -> None:
+        object.__setattr__(self, "columns", columns)
+        problems = [p for i, c in enumerate(columns) for p in column_problems(f"columns[{i}]", c)]
+        if not columns:
+            problems.append("columns: wanted at least one")
+        if not problems and len(set(columns)) < len(columns):
+            problems.append(f"columns: {', '.join(sorted({c for c in columns if columns.count(c) > 1}))} named twice")
+        refuse("Select", problems)
+
+    def __repr__(self) -> str:
+        return f"Select({', '.join(map(repr, self.columns))})"
+
+    def fingerprint(self) -> str:
+        return digest("select", *self.columns)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Meta:
+    """A number per sample that strategies see beside ``tokens`` and ``bytes``: a column, or what a function makes of the columns."""
+
+    name: str
+    value: str | Callable[..., Any]  # a column's name, or fn(columns) -> numbers; with rows, fn(row) -> number
+    rows: bool = field(default=False, kw_only=True)
+    holds_lock: bool = field(default=False, kw_only=True)
+    kind: ClassVar[str] = "meta"
+
+    def __post_init__(self) -> None:
+        problems = column_problems("name", self.name) + flag_problems(self, "rows", "holds_lock")
+        if self.name in RESERVED_META:
+            problems.append(f"name: every sample has {self.name!r} already; choose another")
+        if not callable(self.value) and column_problems("value", self.value):
+            problems.append(f"value: wanted a column's name or a function, found {self.value!r}")
+        if isinstance(self.value, str) and (self.rows or self.holds_lock):
+            problems.append("rows, holds_lock: only for a function")
+        refuse("Meta", problems)
+
+    @property
+    def user_code(self) -> bool:
+        return callable(self.value)
+
+    def __repr__(self) -> str:
+        shown = repr(self.value) if isinstance(self.value, str) else function_name(self.value)
+        return f"Meta({self.name!r}, {shown}{flags(self, 'rows', 'holds_lock')})"
+
+    def fingerprint(self) -> str:
+        body = self.value if isinstance(self.value, str) else function_fingerprint(self.value)
+        return digest("meta", self.name, "fn" if callable(self.value) else "column", body, str(self.rows))
+
+
+def refuse(where: str, problems: list[str]) -> None:
+    if problems:
+        raise JobError(problems, where)
+
+
+def column_problems(name: str, value: Any) -> list[str]:
+    return [] if isinstance(value, str) and value else [f"{name}: wanted a name, found {value!r}"]
+
+
+def function_problems(fn: Any) -> list[str]:
+    return [] if callable(fn) else [f"fn: wanted a function, found {fn!r}"]
+
+
+def flag_problems(spec: Any, *names: str) -> list[str]:
+    return [f"{n}: wanted True or False, found {getattr(spec, n)!r}" for n in names if not isinstance(getattr(spec, n), bool)]
+
+
+def flags(spec: Any, *names: str) -> str:
+    return "".join(f", {n}=True" for n in names if getattr(spec, n))
+
+
+def function_name(fn: Any) -> str:
+    if isinstance(fn, functools.partial):
+        return f"partial({function_name(fn.func)})"
+    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+
+
+def function_fingerprint(fn: Any) -> str:
+    """The same for the same code and the same captured constants, in any process and after any restart.
+
+    Source text where there is one, else byte code and constants. Captured values count where they are plain (numbers,
+    text, tuples of them); the address of anything else would differ in every process, so it is left out.
+    """
+    if isinstance(fn, functools.partial):
+        return digest("partial", function_fingerprint(fn.func), _plain(fn.args), _plain(fn.keywords))
+    own = getattr(fn, "fingerprint", None)
+    if callable(own) and not inspect.isclass(fn):
+        return digest("own", str(own()))
+    if inspect.ismethod(fn):
+        return digest("method", function_fingerprint(fn.__func__), _object_fingerprint(fn.__self__))
+    if inspect.isfunction(fn):
+        cells = [_plain(_cell(cell)) for cell in fn.__closure__ or ()]
+        return digest("function", _code_text(fn), _plain(fn.__defaults__), _plain(fn.__kwdefaults__), *cells)
+    if inspect.isbuiltin(fn) or inspect.isclass(fn):
+        return digest("named", f"{getattr(fn, '__module__', '')}.{function_name(fn)}")
+    return digest("object", _object_fingerprint(fn))
+
+
+def _object_fingerprint(thing: Any) -> str:
+    cls = thing if inspect.isclass(thing) else type(thing)
+    try:
+        text = inspect.getsource(cls)
+    except (OSError, TypeError):
+        text = f"{cls.__module__}.{cls.__qualname__}"
+    state = {} if inspect.isclass(thing) else getattr(thing, "__dict__", {})
+    return digest(text, *(f"{name}={_plain(state[name])}" for name in sorted(state)))
+
+
+def _code_text(fn: Any) -> str:
+    try:
+        return textwrap.dedent(inspect.getsource(fn))
+    except (OSError, TypeError):
+        return fn.__qualname__ + _bytecode(fn.__code__)
+
+
+def _bytecode(code: Any) -> str:
+    """Byte code with its constants, nested functions included: what a code object does, without where it stood."""
+    constants = [_bytecode(c) if inspect.iscode(c) else repr(c) for c in code.co_consts]
+    return f"{code.co_code.hex()}({', '.join(constants)}; {', '.join(code.co_names)})"
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not yet bound: a function that calls itself
+        return None
+
+
+def _plain(value: Any) -> str:
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_plain, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(sorted(f'{_plain(k)}: {_plain(v)}' for k, v in value.items()))}}}"
+    if inspect.isfunction(value):
+        return _code_text(value)
+    return type(value).__qualname__

@@ -1,0 +1,265 @@
+"""Between Arrow columns and what is made of them: token ids, texts, numbers, and what users' functions take and give.
+
+Every reader here returns what it could read and a mapping of the rows it could not, with the reason. A column that no
+row of can be read (missing, or of a type that never fits) raises ``Unfit``; the pipeline adds who and what to do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from overlord.sample import Ragged
+
+ID_LIMIT = 2**31  # ids are delivered as int64 and indexed as int32 by most kernels; nothing real comes near
+HIDDEN = "\x1fmeta."  # columns that Meta made: users' functions neither see nor lose them
+Bad = dict[int, str]  # row -> reason
+
+
+class Unfit(Exception):
+    """No row of this column can be read as wanted."""
+
+
+def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
+    """One column as one array; no copy when the table has one chunk, as a slice that was just read has."""
+    if name not in table.column_names:
+        known = [n for n in table.column_names if not n.startswith(HIDDEN)]
+        raise Unfit(f"no column {name!r} ({wanted} wanted); the columns are: {', '.join(known) or 'none'}")
+    chunked = table.column(name)
+    found = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
+    if isinstance(found, pa.ChunkedArray):  # combine_chunks of no chunk at all
+        found = pa.array([], chunked.type)
+    found = found.storage if isinstance(found, pa.ExtensionArray) else found
+    return found.dictionary_decode() if pt.is_dictionary(found.type) else found
+
+
+def check_ids(table: pa.Table, name: str) -> None:
+    kind = column(table, name, "lists of token ids").type
+    if pt.is_null(kind):
+        return
+    if pt.is_fixed_size_list(kind) or pt.is_list(kind) or pt.is_large_list(kind):
+        inner = kind.value_type
+        if pt.is_integer(inner) or pt.is_floating(inner) or pt.is_null(inner):
+            return
+    raise Unfit(f"column {name!r} has the type {kind}; lists of token ids (list<int>) wanted")
+
+
+def read_ids(table: pa.Table, name: str) -> tuple[Ragged, Bad]:
+    """A list column as token ids, without a copy (int64: cast to half the size) and without Python per row.
+
+    The type of the ids follows from the type of the column alone, never from the values, so that the bytes of a row
+    are the same in whatever batch it comes.
+    """
+    check_ids(table, name)
+    array = column(table, name, "lists of token ids")
+    bad = {int(i): f"{name} is null" for i in _null_rows(array)}
+    if pt.is_null(array.type):
+        return Ragged(np.zeros(0, np.uint32), np.zeros(len(array) + 1, np.int64)), bad
+    if pt.is_fixed_size_list(array.type):
+        offsets = (np.arange(len(array) + 1, dtype=np.int64) + array.offset) * array.type.list_size
+    else:
+        offsets = array.offsets.to_numpy().astype(np.int64) if len(array) else np.zeros(1, np.int64)
+    first, last = int(offsets[0]), int(offsets[-1])
+    values, offsets = array.values.slice(first, last - first), offsets - first
+    ids, faults = _numbers(values)
+    for positions, reason in [*faults, *_out_of_range(ids)]:
+        for i in np.unique(np.searchsorted(offsets, positions, side="right") - 1):
+            bad.setdefault(int(i), f"{name} {reason}")
+    return Ragged(_narrow(ids), offsets), bad
+
+
+def _numbers(values: pa.Array) -> tuple[np.ndarray, list[tuple[np.ndarray, str]]]:
+    """Flat values as integers; what is null or has a fraction is listed by position."""
+    faults: list[tuple[np.ndarray, str]] = []
+    if pt.is_null(values.type):
+        return np.zeros(len(values), np.uint32), [(np.arange(len(values)), "holds a null id")] if len(values) else []
+    if values.null_count:
+        faults.append((_null_rows(values), "holds a null id"))
+        values = values.fill_null(0)
+    ids = values.to_numpy(zero_copy_only=False)
+    if ids.dtype.kind == "f":  # JSON: one row with a fraction makes the whole column floating
+        whole = np.isfinite(ids) & (np.floor(ids) == ids) & (np.abs(ids) < 2**53)
+        faults.append((np.flatnonzero(~whole), "holds an id that is no whole number"))
+        ids = np.where(whole, ids, 0).astype(np.int64)
+    return ids, faults
+
+
+def _out_of_range(ids: np.ndarray) -> list[tuple[np.ndarray, str]]:
+    """Negative ids and ids of 2**31 and more. One pass over the bits: a negative number is a large unsigned one."""
+    bits = ids.dtype.itemsize * 8
+    limit = min(ID_LIMIT, 2 ** (bits - 1) if ids.dtype.kind == "i" else 2**bits)
+    unsigned = ids.view(f"u{ids.dtype.itemsize}")
+    if not len(ids) or limit == 2**bits or int(unsigned.max()) < limit:
+        return []
+    return [(np.flatnonzero(unsigned >= limit), f"holds an id below 0 or above {ID_LIMIT - 1}")]
+
+
+def _narrow(ids: np.ndarray) -> np.ndarray:
+    return ids.astype(np.uint32) if ids.dtype.itemsize == 8 else ids.view(f"u{ids.dtype.itemsize}")
+
+
+def check_texts(table: pa.Table, name: str) -> None:
+    kind = column(table, name, "text").type
+    if not (_is_bytes(kind) or pt.is_string(kind) or pt.is_large_string(kind) or pt.is_string_view(kind) or pt.is_null(kind)):
+        raise Unfit(f"column {name!r} has the type {kind}; text (string) wanted")
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return pt.is_binary(kind) or pt.is_large_binary(kind) or pt.is_fixed_size_binary(kind) or pt.is_binary_view(kind)
+
+
+def read_texts(table: pa.Table, name: str) -> tuple[list[str], Bad]:
+    """A column as Python strings; bytes are taken as UTF-8. Rows that are no text are "" and listed."""
+    check_texts(table, name)
+    array = column(table, name, "text")
+    bad: Bad = {}
+    if _is_bytes(array.type):
+        texts = [_decoded(i, raw, name, bad) for i, raw in enumerate(array.to_pylist())]
+    else:
+        try:
+            texts = array.to_pylist()
+        except UnicodeDecodeError:  # Parquet does not check what a writer calls a string
+            texts = [_decoded(i, s.as_buffer().to_pybytes() if s.is_valid else None, name, bad) for i, s in enumerate(array)]
+    if array.null_count:
+        bad |= {int(i): f"{name} is null" for i in _null_rows(array)}
+        texts = [text if text is not None else "" for text in texts]
+    return texts, bad
+
+
+def _decoded(i: int, raw: bytes | None, name: str, bad: Bad) -> str:
+    try:
+        return (raw or b"").decode()
+    except UnicodeDecodeError as fault:
+        bad[i] = f"{name} is not UTF-8: {fault.reason} at byte {fault.start}"
+        return ""
+
+
+def check_numbers(table: pa.Table, name: str) -> None:
+    kind = column(table, name, "numbers").type
+    if not (pt.is_integer(kind) or pt.is_floating(kind) or pt.is_boolean(kind) or pt.is_null(kind)):
+        raise Unfit(f"column {name!r} has the type {kind}; numbers wanted")
+
+
+def read_numbers(table: pa.Table, name: str) -> tuple[np.ndarray, Bad]:
+    """A numeric column as int64 or float64; nulls and what is not finite are listed, since no plan can count with them."""
+    check_numbers(table, name)
+    array = column(table, name, "numbers")
+    if pt.is_null(array.type):
+        return np.zeros(len(array), np.int64), dict.fromkeys(range(len(array)), f"{name} is null")
+    bad = {int(i): f"{name} is null" for i in _null_rows(array)}
+    if array.null_count:
+        array = array.fill_null(False if pt.is_boolean(array.type) else 0)
+    return plain_numbers(array.to_numpy(zero_copy_only=False), name, bad)
+
+
+def plain_numbers(values: np.ndarray, name: str, bad: Bad) -> tuple[np.ndarray, Bad]:
+    """Any numeric array as int64 or float64."""
+    if values.dtype.kind == "f":
+        wide = values.astype(np.float64)
+        for i in np.flatnonzero(~np.isfinite(wide)):
+            bad.setdefault(int(i), f"{name} is not finite")
+        return wide, bad
+    if values.dtype == np.uint64:
+        for i in np.flatnonzero(values >= 2**63):
+            bad.setdefault(int(i), f"{name} does not fit into 64 bits with a sign")
+    return values.astype(np.int64), bad
+
+
+def _null_rows(array: pa.Array) -> np.ndarray:
+    if not array.null_count:
+        return np.zeros(0, np.int64)
+    return np.flatnonzero(pc.is_null(array).to_numpy(zero_copy_only=False))
+
+
+def ids_column(ids: Ragged) -> pa.Array:
+    """Token ids as a list column over the same memory."""
+    return pa.LargeListArray.from_arrays(pa.array(ids.offsets), pa.array(ids.values))
+
+
+def to_columns(table: pa.Table) -> dict[str, Any]:
+    """What a user's function gets: numbers as an array of its own (it may write to it), everything else as a list."""
+    visible = [name for name in table.column_names if not name.startswith(HIDDEN)]
+    return {name: _values(column(table, name, "values")) for name in visible}
+
+
+def _values(array: pa.Array) -> np.ndarray | list[Any]:
+    numeric = pt.is_integer(array.type) or pt.is_floating(array.type) or pt.is_boolean(array.type)
+    if numeric and not array.null_count:
+        return np.array(array.to_numpy(zero_copy_only=False))
+    values: list[Any] = array.to_pylist()
+    return values
+
+
+def to_rows(table: pa.Table) -> list[dict[str, Any]]:
+    """The same row by row, all in plain Python values."""
+    visible = [name for name in table.column_names if not name.startswith(HIDDEN)]
+    rows: list[dict[str, Any]] = table.select(visible).to_pylist() if visible else [{} for _ in range(table.num_rows)]
+    return rows
+
+
+def from_values(values: Any, name: str) -> tuple[pa.Array, Bad]:
+    """A column from what a user's function returned. Rows that do not fit the type most rows have are listed."""
+    if isinstance(values, (pa.Array, pa.ChunkedArray)):
+        return values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values, {}
+    if isinstance(values, np.ndarray) and values.ndim != 1:
+        values = list(values)
+    try:
+        return pa.array(values), {}
+    except MemoryError:
+        raise
+    except (pa.ArrowException, ValueError, TypeError, OverflowError):
+        return _mixed(list(values), name)
+
+
+def _mixed(values: Sequence[Any], name: str) -> tuple[pa.Array, Bad]:
+    alone = [_alone(value) for value in values]
+    kinds = Counter(str(a.type) for a in alone if a is not None and not pt.is_null(a.type))
+    if not kinds:
+        return pa.nulls(len(values)), {i: _no_column(v, name) for i, v in enumerate(values) if alone[i] is None}
+    common = max(kinds, key=kinds.__getitem__)  # the first of equals
+    kind = next(a.type for a in alone if a is not None and str(a.type) == common)
+    bad: Bad = {}
+    for i, value in enumerate(values):
+        if _alone(value, kind) is None:
+            bad[i] = _no_column(value, name) + f" (most rows: {kind})"
+    return pa.array([None if i in bad else value for i, value in enumerate(values)], kind), bad
+
+
+def _alone(value: Any, kind: Any = None) -> pa.Array | None:
+    try:
+        return pa.array([value], kind)
+    except MemoryError:
+        raise
+    except (pa.ArrowException, ValueError, TypeError, OverflowError):
+        return None
+
+
+def _no_column(value: Any, name: str) -> str:
+    shown = repr(value)
+    return f"{name} cannot hold {shown if len(shown) <= 60 else shown[:57] + '...'}"
+
+
+def as_number(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, np.number, np.bool_)) and not isinstance(value, np.complexfloating):
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{value} does not fit into 64 bits with a sign")
+        return value
+    raise TypeError(f"wanted a number, found {value!r}")
+
+
+def as_bool(value: Any) -> bool:
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise TypeError(f"wanted True or False, found {value!r}")
+
+
+def as_row(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, Mapping) and value and all(isinstance(name, str) for name in value):
+        return value
+    raise TypeError(f"wanted a dict of values by column name, found {type(value).__name__}")

@@ -1,0 +1,404 @@
+"""The reference stream: docs/stream.md as a plain, slow program that holds everything in memory.
+
+It shares no code with the package (``overlord.job`` describes the job, nothing more), so that the stream is written down
+twice and the two can be compared. Sections follow the page's headings. Damaged containers (a cut .gz, a flipped page) are left to
+the tests of the formats.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import cache
+from hashlib import blake2b
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+
+from overlord.job import Job, Source
+
+U = 2**40
+MASK = 2**64 - 1
+Id = tuple[str, int, int, int, int]  # source, epoch, file, row, part
+Sample = tuple[Id, list[int]]
+Row = tuple[int, Any]  # `row`, and the fields by name; None: unreadable
+Chunk = tuple[int, list[Row]]  # file, rows
+FAILED, DROPPED = "failed", "dropped"
+
+
+def reference_stream(job: Job, quarantine: list[tuple[str, int, int, int]] | None = None) -> Iterator[list[Sample]]:
+    """The samples of each step in the order of the draw. `quarantine` gets (source, epoch, file, row), as far as the draw had to look."""
+    mixer = Mixer(job, [] if quarantine is None else quarantine)
+    total, parts = job.batch.samples or job.batch.tokens, job.batch.microbatches if job.mix_every == "microbatch" else 1
+    assert total is not None
+    for step in count():
+        drawn: list[Sample] = []
+        mixer.picks = 0
+        while not drawn and any(mixer.weights(step)) and step != job.until and not mixer.stop:
+            for m in range(parts):
+                drawn += mixer.draw(step, total // parts + (m < total % parts))
+        if not drawn:
+            return
+        yield drawn
+
+
+# Keyed hashes
+
+
+def key64(*parts: str | int) -> int:
+    return int.from_bytes(blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest(), "little")
+
+
+def mix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & MASK
+    return x ^ x >> 31
+
+
+def keyed_hash(key: int, *columns: int) -> int:
+    for column in columns:
+        key = mix64(key ^ column)
+    return key
+
+
+# One source
+
+
+def samples(job: Job, source: Source, quarantine: list[tuple[str, int, int, int]]) -> Iterator[Sample]:
+    chunks, bad = read_chunks(job, source), 0
+    for epoch in count() if source.epochs is None else range(source.epochs):
+        empty = True
+        for file, row, outcome in rows_in_order(job, source, chunks, epoch):
+            if outcome == DROPPED:
+                continue
+            pieces = [] if outcome == FAILED else cut(outcome, job)
+            if not pieces:
+                quarantine.append((source.name, epoch, file, row))
+                bad += 1
+                if bad >= source.max_bad:
+                    raise ValueError(f"{source.name}: {bad} bad rows in a row")
+                continue
+            bad, empty = 0, False
+            for part, tokens in enumerate(pieces):
+                yield (source.name, epoch, file, row, part), tokens
+        if empty:
+            raise ValueError(f"{source.name}: epoch {epoch} has no sample")
+
+
+def rows_in_order(job: Job, source: Source, chunks: list[Chunk], epoch: int) -> Iterator[tuple[int, int, Any]]:
+    order, size = list(range(len(chunks))), 1
+    if source.shuffle:
+        key, size = key64("chunks", job.seed, source.name, epoch), job.shuffle_chunks
+        order.sort(key=lambda chunk: (keyed_hash(key, chunk), chunk))
+    key = key64("rows", job.seed, source.name, epoch)
+    for g in range(0, len(order), size):
+        group = [chunks[c] for c in order[g : g + size]]
+        for t in range(0, max(len(rows) for _, rows in group), job.slice_rows):
+            window = []
+            for file, rows in group:
+                part = rows[t : t + job.slice_rows]
+                window += [(file, row, outcome) for (row, _), outcome in zip(part, transform(source, part), strict=True)]
+            if source.shuffle:
+                window.sort(key=lambda entry: (keyed_hash(key, entry[0], entry[1]), entry[0], entry[1]))
+            yield from window
+
+
+def cut(tokens: list[int], job: Job) -> list[list[int]]:
+    context = job.batch.context
+    if len(tokens) <= context or job.on_long == "truncate":
+        return [tokens[:context]] if tokens else []
+    return [tokens[at : at + context] for at in range(0, len(tokens), context)] if job.on_long == "split" else []
+
+
+# Files
+
+
+def list_files(path: Any) -> list[str]:
+    if isinstance(path, (list, tuple)):
+        return sorted({file for one in path for file in list_files(one)})
+    path = os.fspath(path).removeprefix("file://")
+    if os.path.isdir(path):
+        path = os.path.join(glob.escape(path), "**")
+    return sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
+
+
+def read_chunks(job: Job, source: Source) -> list[Chunk]:
+    path = source.path
+    if hasattr(path, "shards"):
+        return [(shard, list(enumerate(path.fn(shard)))) for shard in range(path.shards)]
+    if not isinstance(path, (str, os.PathLike, list, tuple)):
+        size = 16 * job.slice_rows
+        return [(0, [(i, item(path, i)) for i in range(at, min(at + size, len(path)))]) for at in range(0, len(path), size)]
+    return [(file, rows) for file, name in enumerate(list_files(path)) for rows in chunks_of_file(job, source, name)]
+
+
+def item(dataset: Any, i: int) -> Any:
+    try:
+        return dict(dataset[i])
+    except Exception:
+        return None
+
+
+def chunks_of_file(job: Job, source: Source, name: str) -> list[list[Row]]:
+    with open(name, "rb") as f:
+        data = f.read()
+    if not data:
+        return [[(0, None)]]
+    kind = source.format or name.removesuffix(".gz").removesuffix(".zst").rsplit(".", 1)[-1]
+    if kind in ("parquet", "pq"):
+        import pyarrow.parquet as pq
+
+        file, at, out = pq.ParquetFile(name), 0, []
+        for g in range(file.num_row_groups):
+            rows = file.read_row_group(g).to_pylist()
+            out.append(list(enumerate(rows, at)))
+            at += len(rows)
+        return out
+    if kind in ("arrow", "feather", "ipc"):
+        return [list(enumerate(read_arrow(name).to_pylist()))]
+    if kind in ("tar", "webdataset"):
+        return [read_tar(name, source.max_sample_bytes)]
+    lines = read_lines(unpack(name, data), source.max_sample_bytes)
+    if name.endswith((".gz", ".zst")):
+        return [lines]
+    out = [[] for _ in range(0, len(data), job.chunk_bytes)]
+    for row, fields in lines:
+        out[row // job.chunk_bytes].append((row, fields))
+    return out
+
+
+def unpack(name: str, data: bytes) -> bytes:
+    if name.endswith(".gz"):
+        return gzip.decompress(data)
+    if name.endswith(".zst"):
+        import zstandard
+
+        return zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
+    return data
+
+
+def read_lines(text: bytes, max_bytes: int) -> list[Row]:
+    rows, at = [], 0
+    for line in text.split(b"\n"):
+        if line.strip():
+            rows.append((at, parse(line) if len(line) <= max_bytes else None))
+        at += len(line) + 1
+    return rows
+
+
+def parse(line: bytes) -> Any:
+    try:
+        fields = json.loads(line.decode())
+    except ValueError:
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def read_arrow(name: str) -> Any:
+    import pyarrow as pa
+
+    try:
+        return pa.ipc.open_file(pa.memory_map(name)).read_all()
+    except pa.ArrowInvalid:
+        return pa.ipc.open_stream(pa.memory_map(name)).read_all()
+
+
+def read_tar(name: str, max_bytes: int) -> list[Row]:
+    """Consecutive members with one key (the path up to the first dot of its last part) are a sample; a field per extension."""
+    rows: list[Row] = []
+    last = None
+    with tarfile.open(name) as tar:
+        for member in tar:
+            if member.isfile():
+                folder, base = os.path.split(member.name)
+                stem, _, extension = base.partition(".")
+                key = os.path.join(folder, stem)
+                if key != last:
+                    rows.append((member.offset, {"__key__": key}))
+                    last = key
+                rows[-1][1][extension] = tar.extractfile(member).read()  # type: ignore[union-attr]
+    size = [sum(len(v) for k, v in fields.items() if k != "__key__") for _, fields in rows]
+    return [(row, fields if n <= max_bytes else None) for (row, fields), n in zip(rows, size, strict=True)]
+
+
+# Transforms, on one slice
+
+
+def transform(source: Source, rows: list[Row]) -> list[Any]:
+    """Token ids of each row, or FAILED, or DROPPED."""
+    live = {i: dict(fields) for i, (_, fields) in enumerate(rows) if fields is not None}
+    outcome: list[Any] = [FAILED] * len(rows)
+    for step in source.transforms:
+        results = apply(step, list(live.values()))
+        for i, result in zip(list(live), results, strict=True):
+            if isinstance(result, dict):
+                live[i] = result
+            else:
+                outcome[i] = result
+                del live[i]
+    for i, fields in live.items():
+        outcome[i] = ids(fields.get("tokens"))
+    return outcome
+
+
+def apply(step: Any, rows: list[dict[str, Any]]) -> list[Any]:
+    """One transform: new fields by row, or FAILED, or DROPPED."""
+    kind = type(step).__name__
+    if kind == "Tokens":
+        return [{**fields, "tokens": fields.get(step.column)} for fields in rows]
+    if kind == "Tokenize":
+        return [tokenize(step, fields) for fields in rows]
+    if kind == "Select":
+        return [{name: fields.get(name) for name in step.columns} for fields in rows]
+    if kind == "Meta" or not rows:
+        return list(rows)
+    try:
+        result = [step.fn(dict(fields)) for fields in rows] if step.rows else step.fn(columns_of(rows))
+    except Exception:  # the rows that fail when they stand alone
+        return [FAILED] if len(rows) == 1 else [result for fields in rows for result in apply(step, [fields])]
+    if kind == "Filter":
+        return [fields if keep else DROPPED for fields, keep in zip(rows, result, strict=True)]
+    return result if step.rows else [dict(zip(result, values, strict=True)) for values in zip(*result.values(), strict=True)]
+
+
+def columns_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    columns = {name: [fields.get(name) for fields in rows] for name in dict.fromkeys(name for fields in rows for name in fields)}
+    numbers = {name for name, values in columns.items() if all(isinstance(v, (int, float, np.number)) for v in values)}
+    return {name: np.array(values) if name in numbers else values for name, values in columns.items()}
+
+
+@cache
+def load_tokenizer(path: str) -> Any:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def tokenize(step: Any, fields: dict[str, Any]) -> Any:
+    text = fields.get(step.text)
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+    except ValueError:
+        return FAILED
+    if not isinstance(text, str):
+        return FAILED
+    tokenizer = load_tokenizer(os.fspath(step.tokenizer))
+    ends = [[] if t is None else [tokenizer.token_to_id(t) if isinstance(t, str) else t] for t in (step.bos, step.eos)]
+    return {**fields, "tokens": ends[0] + tokenizer.encode(text, add_special_tokens=step.add_special_tokens).ids + ends[1]}
+
+
+def ids(value: Any) -> Any:
+    """A flat list of whole numbers from 0 to 2**31 - 1, or FAILED."""
+    try:
+        values = list(value)
+    except TypeError:
+        return FAILED
+    good = all(isinstance(v, (int, np.integer)) and not isinstance(v, bool) and 0 <= v < 2**31 for v in values)
+    return [int(v) for v in values] if good and not isinstance(value, (str, bytes)) else FAILED
+
+
+# The draw
+
+
+class Mixer:
+    def __init__(self, job: Job, quarantine: list[tuple[str, int, int, int]]):
+        self.job = job
+        self.streams = [samples(job, source, quarantine) for source in job.sources]
+        self.active = [True] * len(self.streams)
+        self.owed = [0] * len(self.streams)
+        self.picks = 0  # random picks made in this step
+        self.stop = False  # until="first", and a source ran out
+
+    def weights(self, step: int) -> list[int]:
+        """Whole weights of the active sources, 0 for the others."""
+        given: Any = self.job.mixture
+        if callable(given):
+            assert self.job.mix_every != "epoch", "not in the reference"
+            given = given(step, {})
+        if given is None:
+            given = {source.name: source.weight for source in self.job.sources}
+        return whole([given.get(s.name, 0) if on else 0 for s, on in zip(self.job.sources, self.active, strict=True)])
+
+    def draw(self, step: int, size: int) -> list[Sample]:
+        taken: list[list[Sample]] = [[] for _ in self.streams]
+        while any(weights := self.weights(step)):
+            by_rule = self.take_samples if self.job.batch.samples else self.take_tokens
+            size = by_rule(weights, step, size, taken)
+            if not size or self.stop:
+                break
+        places = [(Fraction(2 * k + 1, 2 * len(t)), i, s) for i, t in enumerate(taken) for k, s in enumerate(t)]
+        return [s for _, _, s in sorted(places, key=lambda p: p[:2])]
+
+    def take_samples(self, weights: list[int], step: int, n: int, taken: list[list[Sample]]) -> int:
+        counts = self.random_counts(weights, step, n) if self.job.draw == "random" else self.exact_counts(weights, n)
+        missing = 0
+        for i, wanted in enumerate(counts):
+            got = list(islice(self.streams[i], wanted))
+            taken[i] += got
+            if len(got) < wanted:
+                missing += wanted - len(got)
+                self.leave(i)
+        return missing
+
+    def take_tokens(self, weights: list[int], _step: int, n: int, taken: list[list[Sample]]) -> int:
+        missing = 0
+        for i, w in enumerate(weights):
+            self.owed[i] = self.owed[i] + n * w if w else 0
+            while self.owed[i] > 0:
+                if (sample := next(self.streams[i], None)) is None:
+                    missing += -(-self.owed[i] // U)
+                    self.leave(i)
+                else:
+                    taken[i].append(sample)
+                    self.owed[i] -= U * len(sample[1])
+        return missing
+
+    def leave(self, i: int) -> None:
+        self.active[i], self.owed[i], self.stop = False, 0, self.job.until == "first"
+
+    def exact_counts(self, weights: list[int], n: int) -> list[int]:
+        owed = self.owed = [o + n * w if w else 0 for o, w in zip(self.owed, weights, strict=True)]
+        counts = [max(0, o // U) for o in owed]
+        if sum(counts) > n:
+            due = [(Fraction(k * U - owed[i], weights[i]), i, k) for i, c in enumerate(counts) for k in range(1, c + 1)]
+            first = [i for _, i, _ in sorted(due)[:n]]
+            counts = [first.count(i) for i in range(len(weights))]
+        while (missing := n - sum(counts)) > 0:
+            weighted = [i for i, w in enumerate(weights) if w]
+            may = [i for i in weighted if owed[i] > U * counts[i]] or weighted
+            for _, i in sorted((Fraction(U * (counts[i] + 1) - owed[i], weights[i]), i) for i in may)[:missing]:
+                counts[i] += 1
+        self.owed = [o - U * c for o, c in zip(owed, counts, strict=True)]
+        return counts
+
+    def random_counts(self, weights: list[int], step: int, n: int) -> list[int]:
+        counts, key = [0] * len(weights), key64("draw", self.job.seed)
+        for j in range(self.picks, self.picks + n):
+            point = keyed_hash(key, step, j) * U >> 64
+            counts[next(i for i in range(len(weights)) if sum(weights[: i + 1]) > point)] += 1
+        self.picks += n
+        return counts
+
+
+def whole(weights: list[Any]) -> list[int]:
+    """Whole numbers that sum to U, in proportion to the given real ones; all 0 if those are."""
+    exact = [Fraction(w) for w in weights]
+    total = sum(exact)
+    if not total:
+        return [0] * len(exact)
+    shares = [w / total * U for w in exact]
+    out = [s.numerator // s.denominator for s in shares]
+    by_remainder = sorted(range(len(out)), key=lambda i: (out[i] - shares[i], i))
+    for i in by_remainder[: U - sum(out)]:
+        out[i] += 1
+    return out

@@ -1,0 +1,75 @@
+"""Stories of the constructor core."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from overlord.constructor.assembler import Assembler
+from overlord.errors import SourceError
+from overlord.messages import Attach, Build, Built, Consumed, Deliver, Detach, End, Finish, Release, Stage, Staged
+
+
+def stage(step: int, skipped: bool = False) -> Stage:
+    return Stage(plan=SimpleNamespace(step=step), pops=None, doc=None, digest="", after=None, skipped=skipped)  # type: ignore[arg-type]
+
+
+def planned(assembler: Assembler, *steps: int) -> None:
+    for step in steps:
+        assembler.handle(stage(step))
+        assert assembler.handle(Staged(step)) == [Build(step, assembler.bucket)]
+
+
+def test_a_step_is_built_once_and_sent_to_every_rank_of_the_bucket() -> None:
+    assembler = Assembler(3, [6, 7])
+    assembler.handle(Attach(6))
+    assembler.handle(Attach(7))
+    planned(assembler, 0)
+    assert assembler.handle(Built(0)) == [Deliver(0, 6), Deliver(0, 7)]
+    assert assembler.handle(Consumed(6, 0)) == []
+    assert assembler.handle(Consumed(7, 0)) == [Release(0, 3)]
+
+
+def test_steps_arrive_in_order_though_they_are_built_out_of_order() -> None:
+    assembler = Assembler(0, [0])
+    assembler.handle(Attach(0))
+    planned(assembler, 0, 1)
+    assert assembler.handle(Built(1)) == []
+    assert assembler.handle(Built(0)) == [Deliver(0, 0), Deliver(1, 0)]
+
+
+def test_nothing_is_built_for_a_bucket_without_clients() -> None:
+    assembler = Assembler(0, [0])
+    assembler.handle(stage(0))
+    assert assembler.handle(Staged(0)) == [Release(0, 0)]
+
+
+def test_a_skipped_step_is_not_delivered_and_holds_nothing_back() -> None:
+    assembler = Assembler(0, [0])
+    assembler.handle(Attach(0))
+    assembler.handle(stage(0, skipped=True))
+    planned(assembler, 1)
+    assert assembler.handle(Built(1)) == [Deliver(1, 0)]
+
+
+def test_the_end_comes_after_the_last_step() -> None:
+    assembler, error = Assembler(0, [0]), SourceError("web", "gone")
+    assembler.handle(Attach(0))
+    planned(assembler, 0)
+    assert assembler.handle(Finish(1, error)) == []
+    assert assembler.handle(Built(0)) == [Deliver(0, 0), End(0, error)]
+
+
+def test_a_rank_that_leaves_holds_nothing_back() -> None:
+    assembler = Assembler(0, [0, 1])
+    assembler.handle(Attach(0))
+    assembler.handle(Attach(1))
+    planned(assembler, 0)
+    assembler.handle(Built(0))
+    assembler.handle(Consumed(0, 0))
+    assert assembler.handle(Detach(1)) == [Release(0, 0)]
+
+
+def test_another_buckets_ranks_are_none_of_its_business() -> None:
+    assembler = Assembler(0, [0])
+    assert assembler.handle(Attach(5)) == []
+    assert assembler.handle(Consumed(5, 0)) == []
