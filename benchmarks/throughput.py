@@ -32,11 +32,27 @@ from peers.kernel import Work
 from peers.runner import CellFailed, Figures, run_cell
 
 TOKENS = {"null": 200_000_000, "tokenized": 8_000_000}  # 5 to 20 seconds a cell on two cores
+TOKENS_PER_SOURCE = {"null": 700_000, "tokenized": 80_000}  # at least, so that most sources are read on and not just opened
+UNSTEADY = 0.9  # times the bare loop's CPU: with less than this, and more over the whole run, the work was done earlier
 QUICK = 10  # times fewer tokens
+UNSTEADY_NOTE = "* not steady: this part of the run lived on what was read ahead before it; use the whole run, or more tokens"
 HEADINGS = (
-    "job", "sources", "loader", "CPU s/Mtok", "x bare", "above bare, us/tok", "whole CPU s/Mtok", "start-up CPU s",
-    "first step s", "Mtok/s", "PSS MB", "over idle MB", "processes",
+    "job", "sources", "loader", "CPU s/Mtok", "x bare", "above bare, us/tok", "whole x bare", "start-up CPU s",
+    "first step s", "Mtok/s", "PSS MB", "over idle MB", "processes", "Mtok a run",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """How many tokens a cell delivers."""
+
+    given: dict[str, int]  # by job; the rest follows the number of sources
+    share: int = 1  # one n-th of it
+    overlord_times: int = 1
+
+    def tokens(self, job: str, n_sources: int, peer: str) -> int:
+        wanted = self.given.get(job) or max(TOKENS[job], TOKENS_PER_SOURCE[job] * n_sources)
+        return wanted // self.share * (self.overlord_times if peer.startswith("overlord") else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +71,11 @@ class Paired:
     @property
     def ratio(self) -> float:
         return self.run.steady_cpu / self.bare_cpu
+
+    @property
+    def whole_ratio(self) -> float:
+        """With start-up and everything that was read ahead and not delivered."""
+        return self.run.whole_cpu / ((self.before.whole_cpu + self.after.whole_cpu) / 2)
 
     @property
     def above_us(self) -> float:
@@ -94,7 +115,7 @@ def measure(
     corpora: dict[int, Corpus],
     jobs: Sequence[str],
     cells: Sequence[str],
-    tokens: dict[str, int],
+    amount: Amount,
     seed: int,
     limit_s: float,
     console: Console,
@@ -106,7 +127,8 @@ def measure(
         for setting in settings:
             for peer in cells:
                 progress.update(bar, description=f"{setting.job}, {setting.n_sources} sources: {peer}")
-                work = Work(peer, setting.job, str(corpora[setting.n_sources].folder), setting.n_sources, tokens[setting.job], seed=seed)
+                tokens = amount.tokens(setting.job, setting.n_sources, peer)
+                work = Work(peer, setting.job, str(corpora[setting.n_sources].folder), setting.n_sources, tokens, seed=seed)
                 setting.runs.append(run_cell(work, limit_s))
                 progress.advance(bar)
             progress.console.print(_table(setting, list(dict.fromkeys(cells))))
@@ -119,10 +141,20 @@ def rows_of(setting: Setting, peers: Sequence[str]) -> list[list[str]]:
     for peer in peers:
         runs, paired = setting.of(peer), setting.paired(peer) if peer != "bare" else []
         row = [setting.job, str(setting.n_sources), peer, _median(runs, "steady_cpu", ".4f")]
-        row += [_spread([p.ratio for p in paired], ".2f"), _spread([p.above_us for p in paired], "+.3f")] if paired else ["1", "0"]
-        row += [_median(runs, name, form) for name, form in (("whole_cpu", ".4f"), ("startup_cpu_s", ".2f"), ("first_step_s", ".2f"))]
+        if paired:
+            early = statistics.median(p.ratio for p in paired) < UNSTEADY and statistics.median(p.whole_ratio for p in paired) > 1
+            star = "* " if early else ""
+            row += [star + _spread([p.ratio for p in paired], ".2f"), star + _spread([p.above_us for p in paired], "+.3f")]
+        else:
+            row += ["1", "0"]
+        row += [_spread([p.whole_ratio for p in paired], ".2f") if paired else "1"]
+        row += [_median(runs, "startup_cpu_s", ".2f"), _median(runs, "first_step_s", ".2f")]
         row += [_median(runs, "speed", ".2f"), _median(runs, "pss_mb", ".0f")]
-        row += [f"{statistics.median(run.pss_mb - run.idle_pss_mb for run in runs):.0f}", str(runs[0].processes)]
+        row += [
+            f"{statistics.median(run.pss_mb - run.idle_pss_mb for run in runs):.0f}",
+            str(runs[0].processes),
+            _median(runs, "millions", ".0f"),
+        ]
         rows.append(row)
     return rows
 
@@ -139,6 +171,8 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 def _table(setting: Setting, peers: Sequence[str]) -> Table:
     table = Table(*HEADINGS[2:], header_style="bold", title=f"{setting.job}, {setting.n_sources} sources", title_justify="left")
+    if any("*" in cell for row in rows_of(setting, peers) for cell in row):
+        table.caption = UNSTEADY_NOTE
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows_of(setting, peers):
@@ -146,14 +180,15 @@ def _table(setting: Setting, peers: Sequence[str]) -> Table:
     return table
 
 
-def markdown(settings: Sequence[Setting], peers: Sequence[str], pairs: int, tokens: dict[str, int], today: str) -> str:
+def markdown(settings: Sequence[Setting], peers: Sequence[str], pairs: int, today: str) -> str:
     """The dated table for benchmarks/results."""
-    sizes = ", ".join(f"{job} {n / 1e6:g} M tokens" for job, n in tokens.items())
     lines = [f"# Throughput, {today}", "", machine(), ""]
-    lines += [f"{pairs} run(s) of each peer, each between two bare runs; {sizes} a run."]
+    lines += [f"{pairs} run(s) of each peer, each between two bare runs."]
     lines += ["Medians; in brackets lowest and highest. How to read it: `benchmarks/README.md`.", ""]
     lines += ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
     lines += ["| " + " | ".join(row) + " |" for setting in settings for row in rows_of(setting, peers)]
+    if any("*" in line for line in lines[-len(settings) * len(peers) :]):
+        lines += ["", UNSTEADY_NOTE.replace("*", "\\*")]
     return "\n".join(lines) + "\n"
 
 
@@ -219,7 +254,7 @@ class TokenCounts(click.ParamType):
             self.fail(f"wanted something like {self.name}, found {value!r}", param, ctx)
         if unknown := sorted(set(counts) - set(TOKENS)):
             self.fail(f"unknown job {unknown[0]!r}; known: {', '.join(TOKENS)}", param, ctx)
-        return {**TOKENS, **counts}
+        return counts
 
 
 @click.command(help=__doc__.split("\n")[0])
@@ -233,23 +268,33 @@ class TokenCounts(click.ParamType):
     help="Also torch-numpy, overlord-shuffled.",
 )
 @click.option("--pairs", type=click.IntRange(1), default=5, show_default=True, help="Runs of each peer, each between two bare runs.")
-@click.option("--tokens", type=TokenCounts(), default=TOKENS, help="Tokens a cell delivers, by job.  [default: null=200M,tokenized=8M]")
+@click.option("--tokens", type=TokenCounts(), default=dict, help="Tokens a cell delivers, by job.  [default: by the number of sources]")
+@click.option(
+    "--overlord-times",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Overlord's cells deliver so many times more: "
+    "it reads ahead by slices of every source, which a short run over many sources does not use up.",
+)
 @click.option("--quick", is_flag=True, help=f"{QUICK} times fewer tokens: a look, not a measurement.")
 @click.option("--data", type=click.Path(path_type=Path, file_okay=False), default=default_folder, help="Where the data is made and kept.")
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--limit", "limit_s", type=float, default=900.0, show_default=True, help="Seconds after which a cell is given up.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Writes every run's figures there.")
 @click.option("--save", is_flag=True, help="Writes the table, dated, to benchmarks/results.")
-def main(sources: list[int], jobs: list[str], peers: list[str], pairs: int, tokens: dict[str, int], quick: bool, data: Path, seed: int,
-         limit_s: float, json_path: Path | None, save: bool) -> None:  # fmt: skip
+def main(
+    sources: list[int], jobs: list[str], peers: list[str], pairs: int, tokens: dict[str, int], overlord_times: int, quick: bool,
+    data: Path, seed: int, limit_s: float, json_path: Path | None, save: bool,
+) -> None:  # fmt: skip
     console = Console()
-    tokens = {job: n // (QUICK if quick else 1) for job, n in tokens.items() if job in jobs}
+    amount = Amount(tokens, QUICK if quick else 1, overlord_times)
     peers = ["bare", *(peer for peer in dict.fromkeys(peers) if peer != "bare")]
     with _progress(console) as progress:
         bars = {name: progress.add_task(f"data: {name}", total=None) for name in ("sources", "tokenizer")}
         corpora = {n: make_corpus(data, n, seed, lambda name, at, of: progress.update(bars[name], completed=at, total=of)) for n in sources}
     try:
-        settings = measure(corpora, jobs, order_of_cells(peers, pairs), tokens, seed, limit_s, console)
+        settings = measure(corpora, jobs, order_of_cells(peers, pairs), amount, seed, limit_s, console)
     except CellFailed as failure:
         raise click.ClickException(str(failure)) from failure
     today = datetime.date.today().isoformat()
@@ -260,7 +305,7 @@ def main(sources: list[int], jobs: list[str], peers: list[str], pairs: int, toke
     if save:
         path = Path(__file__).parent / "results" / f"throughput-{today}.md"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(markdown(settings, peers, pairs, tokens, today))
+        path.write_text(markdown(settings, peers, pairs, today))
         console.print(f"saved {path}")
 
 

@@ -29,6 +29,7 @@ def write_rows(directory: str | Path, format: str, rows: Sequence[dict[str, Any]
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     share = -(-len(rows) // files) if rows else 0
+    kw = {"schema": pa.Table.from_pylist(list(rows)).schema if format in ("parquet", "arrow", "arrow-stream") else None} | kw
     for k in range(files):
         path = directory / f"part-{k:05d}{SUFFIX[format]}"
         _write(path, format, rows[k * share : (k + 1) * share], k * share, kw)
@@ -37,10 +38,10 @@ def write_rows(directory: str | Path, format: str, rows: Sequence[dict[str, Any]
 
 def _write(path: Path, format: str, rows: Sequence[dict[str, Any]], first: int, kw: dict[str, Any]) -> None:
     if format == "parquet":
-        table = pa.Table.from_pylist(list(rows))
+        table = pa.Table.from_pylist(list(rows), schema=kw["schema"])
         pq.write_table(table, path, row_group_size=kw.get("row_group_size", 1000), compression=kw.get("compression", "snappy"))
     elif format in ("arrow", "arrow-stream"):
-        table = pa.Table.from_pylist(list(rows))
+        table = pa.Table.from_pylist(list(rows), schema=kw["schema"])
         make = pa.ipc.new_file if format == "arrow" else pa.ipc.new_stream
         with make(str(path), table.schema) as out:
             out.write_table(table, max_chunksize=kw.get("batch_rows", 1000))

@@ -35,8 +35,7 @@ FAILED, DROPPED = "failed", "dropped"
 def reference_stream(job: Job, quarantine: list[tuple[str, int, int, int]] | None = None) -> Iterator[list[Sample]]:
     """The samples of each step in the order of the draw. `quarantine` gets (source, epoch, file, row), as far as the draw had to look."""
     mixer = Mixer(job, [] if quarantine is None else quarantine)
-    total, parts = job.batch.samples or job.batch.tokens, job.batch.microbatches if job.mix_every == "microbatch" else 1
-    assert total is not None
+    total, parts = job.batch.samples or job.batch.tokens or 0, job.batch.microbatches if job.mix_every == "microbatch" else 1
     for step in count():
         drawn: list[Sample] = []
         mixer.picks = 0
@@ -81,8 +80,7 @@ def samples(job: Job, source: Source, quarantine: list[tuple[str, int, int, int]
             pieces = [] if outcome == FAILED else cut(outcome, job)
             if not pieces:
                 quarantine.append((source.name, epoch, file, row))
-                bad += 1
-                if bad >= source.max_bad:
+                if (bad := bad + 1) >= source.max_bad:
                     raise ValueError(f"{source.name}: {bad} bad rows in a row")
                 continue
             bad, empty = 0, False
@@ -212,15 +210,13 @@ def read_arrow(name: str) -> Any:
 
 def read_tar(name: str, max_bytes: int) -> list[Row]:
     """Consecutive members with one key (the path up to the first dot of its last part) are a sample; a field per extension."""
-    rows: list[Row] = []
-    last = None
+    rows, last = [], None
     with tarfile.open(name) as tar:
         for member in tar:
             if member.isfile():
                 folder, base = os.path.split(member.name)
                 stem, _, extension = base.partition(".")
-                key = os.path.join(folder, stem)
-                if key != last:
+                if (key := os.path.join(folder, stem)) != last:
                     rows.append((member.offset, {"__key__": key}))
                     last = key
                 rows[-1][1][extension] = tar.extractfile(member).read()  # type: ignore[union-attr]
@@ -332,8 +328,7 @@ class Mixer:
     def draw(self, step: int, size: int) -> list[Sample]:
         taken: list[list[Sample]] = [[] for _ in self.streams]
         while any(weights := self.weights(step)):
-            by_rule = self.take_samples if self.job.batch.samples else self.take_tokens
-            size = by_rule(weights, step, size, taken)
+            size = (self.take_samples if self.job.batch.samples else self.take_tokens)(weights, step, size, taken)
             if not size or self.stop:
                 break
         places = [(Fraction(2 * k + 1, 2 * len(t)), i, s) for i, t in enumerate(taken) for k, s in enumerate(t)]

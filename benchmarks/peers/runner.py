@@ -60,6 +60,10 @@ class Figures:
         return self.cpu_s / self.tokens * 1e6
 
     @property
+    def millions(self) -> float:
+        return self.tokens / 1e6
+
+    @property
     def speed(self) -> float:
         """Million tokens per second of wall time, steady."""
         return self.steady_tokens / self.steady_wall_s / 1e6
@@ -69,8 +73,9 @@ def run_cell(work: Work, timeout_s: float) -> Figures:
     """Starts the cell's processes, lets them go together, samples memory until the last has finished, kills them."""
     processes = work.ranks if work.peer in PROCESS_PER_RANK else 1
     works = [replace(work, rank=rank, processes=processes) for rank in range(processes)]
-    with tempfile.TemporaryFile("w+") as errors:
-        children = [_start(w, errors) for w in works]
+    # An empty cache each time: Overlord keeps its index of the files there, and no peer has one to start from.
+    with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryDirectory() as cache:
+        children = [_start(w, errors, cache) for w in works]
         try:
             return _observe(work, children, errors, time.monotonic() + timeout_s)
         finally:
@@ -78,10 +83,11 @@ def run_cell(work: Work, timeout_s: float) -> Figures:
                 _kill_group(child)
 
 
-def _start(work: Work, errors: Any) -> subprocess.Popen:
+def _start(work: Work, errors: Any, cache: str) -> subprocess.Popen:
     # One thread each in libraries that would otherwise start one per core: what is counted is work, not idle spinning.
     single = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    environment = {**os.environ, **single, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src")])}
+    paths = os.pathsep.join([str(HERE), str(HERE.parent / "src")])
+    environment = {**os.environ, **single, "PYTHONPATH": paths, "OVERLORD_CACHE": cache}
     command = [sys.executable, "-m", "peers.cell", json.dumps(asdict(work))]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, cwd=HERE, start_new_session=True

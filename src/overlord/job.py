@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,12 @@ class Source:
     max_sample_bytes: int = field(default=2**26, kw_only=True)  # a larger row is quarantined, not read into memory
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "transforms", tuple(self.transforms) if isinstance(self.transforms, (list, tuple)) else self.transforms)
+        if isinstance(self.transforms, list):
+            object.__setattr__(self, "transforms", tuple(self.transforms))
+        if isinstance(self.path, (list, tuple)):  # equal however the paths were given
+            object.__setattr__(self, "path", tuple(str(p) if isinstance(p, PathLike) else p for p in self.path))
+        elif isinstance(self.path, PathLike):
+            object.__setattr__(self, "path", str(self.path))
         if problems := self.problems():
             raise JobError(problems, f"source {self.name!r}")
 
@@ -85,13 +92,9 @@ class Source:
         at, found = f"source {self.name!r}", []
         if not isinstance(self.name, str) or not self.name or "\x1f" in self.name or "/" in self.name:
             found.append(f"{at}: wanted a name without '/', found {self.name!r}")
-        if isinstance(self.path, (list, tuple)):
-            if not self.path:
-                found.append(f"{at}.path: the list of files is empty")
-            twice = sorted({str(p) for p in self.path if list(self.path).count(p) > 1})
-            found += [f"{at}.path: {p} is listed twice; its rows would be read twice" for p in twice]
-        elif not self.path and not hasattr(self.path, "__getitem__"):
-            found.append(f"{at}.path: wanted files, a dataset or a factory, found {self.path!r}")
+        found += self._path_problems(at)
+        if self.format is not None and (not isinstance(self.format, str) or not self.format):
+            found.append(f"{at}.format: wanted the name of a format, found {self.format!r}")
         if not _is_real(self.weight) or not math.isfinite(self.weight) or self.weight < 0:
             found.append(f"{at}.weight: wanted a finite number of at least 0, found {self.weight!r}")
         if self.epochs is not None and (not _is_int(self.epochs) or self.epochs < 1):
@@ -104,8 +107,24 @@ class Source:
         if not isinstance(self.transforms, tuple):
             found.append(f"{at}.transforms: wanted a list, found {type(self.transforms).__name__}")
         else:
-            found += [f"{at}.transforms[{i}]: {t!r} is no transform" for i, t in enumerate(self.transforms) if not hasattr(t, "fingerprint")]
+            wrong = [(i, t) for i, t in enumerate(self.transforms) if not hasattr(t, "fingerprint") or isinstance(t, type)]
+            found += [f"{at}.transforms[{i}]: {t!r} is no transform" for i, t in wrong]
         return found
+
+    def _path_problems(self, at: str) -> list[str]:
+        if isinstance(self.path, (list, tuple)):
+            if not self.path:
+                return [f"{at}.path: the list of files is empty"]
+            wrong = [p for p in self.path if not isinstance(p, (str, PathLike)) or not str(p)]
+            if wrong:
+                return [f"{at}.path: wanted a list of paths, found {wrong[0]!r} in it; rows go in by a dataset or an ov.Factory"]
+            counts = Counter(str(p) for p in self.path)
+            return [f"{at}.path: {p} is listed twice; its rows would be read twice" for p in sorted(counts) if counts[p] > 1]
+        files = isinstance(self.path, (str, PathLike)) and bool(str(self.path))
+        sized = hasattr(self.path, "__getitem__") and hasattr(self.path, "__len__")
+        dataset = sized and not isinstance(self.path, (str, bytes, Mapping, type))
+        factory = hasattr(self.path, "fn") and hasattr(self.path, "shards")
+        return [] if files or dataset or factory else [f"{at}.path: wanted files, a dataset or a factory, found {self.path!r}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,13 +181,16 @@ class Job:
             found.append(f"place: wanted a ClientPlaceTree, found {self.place!r}")
         elif isinstance(self.batch, Batch) and self.batch.context % self.document_multiple:
             found.append(f"batch.context: wanted a multiple of {self.document_multiple} (pad_multiple and cp), found {self.batch.context}")
-        for name, least in (("seed", 0), ("look_ahead", 1), ("max_age", 1), ("shuffle_chunks", 1), ("slice_rows", 1), ("chunk_bytes", 1), ("feedback_lag", 1)):
+        for name in ("seed", "look_ahead", "max_age", "shuffle_chunks", "slice_rows", "chunk_bytes", "feedback_lag"):
+            least = 0 if name == "seed" else 1
             if not _is_int(getattr(self, name)) or getattr(self, name) < least:
                 found.append(f"{name}: wanted a whole number of at least {least}, found {getattr(self, name)!r}")
         for name, known in (("draw", DRAWS), ("mix_every", MIX_EVERY), ("overflow", OVERFLOWS), ("on_long", ON_LONG)):
             found += _one_of(name, getattr(self, name), known)
         if not (self.until in ("all", "first") or (_is_int(self.until) and int(self.until) >= 1)):
             found.append(f'until: wanted "all", "first" or a number of steps, found {self.until!r}')
+        if self.draw == "random" and isinstance(self.batch, Batch) and self.batch.tokens is not None:
+            found.append('draw: "random" draws samples; give batch.samples, or draw="exact"')
         if not callable(self.strategy) and not isinstance(self.strategy, str):
             found.append(f"strategy: wanted a name or a function, found {self.strategy!r}")
         return found + self._not_yet()
@@ -228,7 +250,7 @@ def mixture_problems(weights: Mapping[str, float], names: Iterable[str]) -> list
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    names = sorted(known)
+    names = sorted(set(known))
     close = difflib.get_close_matches(str(name), names, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names[:20])}"
 

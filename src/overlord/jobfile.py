@@ -82,12 +82,11 @@ class _Reader:
         sources = self._sources(plain["sources"]) if "sources" in plain else []
         # Stand-ins for what failed, so that the job's own rules still speak about the rest.
         stand_ins = {
-            "name": "?",
             "place": place or ClientPlaceTree(),
             "batch": batch or Batch(samples=1, context=2 * (place.cp if place else 1)),
             "sources": sources or [Source("?", "?")],
         }
-        given = {key: value for key, value in known.items() if key not in stand_ins or key == "name"}
+        given = {key: value for key, value in known.items() if key not in ("place", "batch", "sources")}
         try:
             job = Job(**{**stand_ins, **given})
         except JobError as fault:
@@ -107,13 +106,15 @@ class _Reader:
             loader.dispose()
 
     def _known(self, plain: Mapping[Any, Any], cls: type, at: str) -> dict[str, Any]:
-        """The entries that name fields; the others, and fields that must be there and are not, become problems."""
+        """The entries that name fields, and a stand-in for what is missing, so that the rest is still checked."""
         names = [f.name for f in fields(cls)]
         dot = f"{at}." if at else ""
         self.problems += [f"{dot}{key}: unknown{did_you_mean(key, names)}" for key in plain if key not in names]
         needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING and f.init]
-        self.problems += [f"{dot}{name}: missing" for name in needed if name not in plain]
-        return {key: value for key, value in plain.items() if key in names}
+        missing = [name for name in needed if name not in plain]
+        self.problems += [f"{dot}{name}: missing" for name in missing]
+        stand_ins = {name: _missing if name == "fn" else "?" for name in missing}
+        return {key: value for key, value in plain.items() if key in names} | stand_ins
 
     def _part(self, cls: type, plain: Any, at: str, **given: Any) -> Any:
         """One object of a class from a mapping, or None and its problems. ``given``: fields already read."""
@@ -121,9 +122,7 @@ class _Reader:
             self.problems.append(f"{at}: wanted a mapping, found {_shown(plain)}")
             return None
         before = len(self.problems)
-        values = {**self._known({**plain, **given}, cls, at), **given}
-        if any(p.endswith(": missing") for p in self.problems[before:]):
-            return None
+        values = self._known({**plain, **given}, cls, at)
         try:
             part = cls(**values)
         except JobError as fault:
@@ -159,8 +158,9 @@ class _Reader:
         if source is not None and len(self.problems) == before:
             return source
         label = name if name is not None else plain.get("name") if isinstance(plain, dict) else None
-        usable = isinstance(label, str) and label and "/" not in label and "\x1f" not in label
-        return Source(label if usable else at, "?")
+        if isinstance(label, str) and label and "/" not in label and "\x1f" not in label:
+            return Source(label, "?")
+        return Source(at, "?")
 
     def _paths(self, path: Any, at: str) -> Any:
         """A path or a list of paths, put behind the file's folder; anything else is a problem here, not a dataset."""
@@ -356,8 +356,9 @@ class _Dumper(yaml.SafeDumper):
 
 _SCALARS = (
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
-    ("int", r"^[-+]?[0-9]+$", "-+0123456789"),
-    ("float", r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$", "-+.0123456789"),
+    ("int", r"^[-+]?(?:0|[1-9][0-9]*)$", "-+0123456789"),
+    ("float", r"^[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$", "-+.0123456789"),
+    ("float", r"^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$", "-+."),
     ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
     ("merge", r"^<<$", "<"),
 )

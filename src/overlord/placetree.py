@@ -33,7 +33,7 @@ class ClientPlaceTree:
             for axis in AXES
             if not isinstance(getattr(self, axis), int) or isinstance(getattr(self, axis), bool) or getattr(self, axis) < 1
         ]
-        if sorted(self.order) != sorted(AXES):
+        if not isinstance(self.order, (list, tuple)) or sorted(map(str, self.order)) != sorted(AXES):
             problems.append(f"place.order: wanted each of {', '.join(AXES)} once, found {self.order!r}")
         if problems:
             raise JobError(problems, "place")

@@ -94,8 +94,17 @@ def test_with_a_capacity_no_bin_overflows_and_items_go_without_only_when_nothing
     held = np.bincount(bins[bins >= 0], weights=sizes[bins >= 0], minlength=n_bins)
     assert held.max() <= 100
     if (left := np.flatnonzero(bins == NOWHERE)).size:
-        first = min(left, key=lambda i: (-costs[i], i)) if (costs > 0).all() else left[np.argmax(sizes[left])]
-        assert sizes[first] > 100 - held.max() or (sizes[left] > 100 - held.max()).any()
+        first = min(left, key=lambda i: (-costs[i], i))
+        assert sizes[first] > 100 - held.min()
+
+
+@given(st.integers(0, 10_000), st.integers(kernel.FEW_BINS, 60), st.integers(200, 420))
+def test_many_bins_that_are_almost_full_do_not_overflow_though_dear_items_are_small(seed: int, n_bins: int, n: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 24, n)
+    bins = kernel.lpt(rng.integers(1, 50, n).astype(float), n_bins, 100, sizes)
+    assert np.bincount(bins[bins >= 0], weights=sizes[bins >= 0], minlength=n_bins).max() <= 100
+    assert (bins >= 0).all() or sizes.sum() > 0.7 * 100 * n_bins
 
 
 @given(sized(), st.integers(1, 12))
@@ -222,10 +231,26 @@ def test_ranks_that_meet_after_every_microbatch_wait_less_with_that_objective(se
     assert balance._waited(problem, often) < 0.98 * balance._waited(problem, once)
 
 
-def test_a_step_too_full_for_two_levels_is_packed_tighter_before_it_gets_another_microbatch() -> None:
-    sizes = np.array([60, 60, 50, 50, 40, 40], np.int64)  # three bins of 100, without a token to spare
-    found = place(Problem(costs=np.array([1.0, 9, 1, 9, 1, 9]), sizes=sizes, n_buckets=3, capacity=100))
-    assert found.n_microbatches == 1
+@pytest.mark.parametrize(
+    ("sizes", "costs", "n_buckets", "microbatches", "way"),
+    [
+        ([60, 20, 40, 20], [5, 4, 4, 1], 2, 1, "two-level"),
+        ([60, 50, 60, 60], [1, 9, 3, 2], 2, 2, "flat"),
+        ([50, 60, 60, 50], [8, 1, 2, 8], 3, 1, "best fit"),  # the two dear ones must share a bin
+    ],
+)
+def test_a_step_too_full_for_one_way_is_packed_by_the_next_before_it_gets_another_microbatch(
+    sizes: list[int], costs: list[int], n_buckets: int, microbatches: int, way: str
+) -> None:
+    found = place(Problem(costs=np.array(costs, float), sizes=np.array(sizes), n_buckets=n_buckets, capacity=100))
+    assert (found.n_microbatches, found.way) == (microbatches, way)
+
+
+def test_bins_of_an_index_go_to_buckets_so_that_totals_come_out_level() -> None:
+    sizes = np.full(6, 60, np.int64)  # one item a bin
+    found = place(Problem(costs=np.arange(1.0, 7.0), sizes=sizes, n_buckets=3, capacity=100), objective="microbatch")
+    assert np.bincount(found.bucket, weights=np.arange(1.0, 7.0)).tolist() == [7.0, 7.0, 7.0]
+    assert found.microbatch.tolist() == [1, 1, 1, 0, 0, 0]
 
 
 def test_microbatches_grow_until_all_fits() -> None:

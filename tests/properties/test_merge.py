@@ -79,7 +79,7 @@ def test_the_merged_stream_is_the_windows_in_order_whoever_announces_first(case:
     else:
         assert isinstance(stream.error, SourceError)
     take(stream.ready)
-    bad += [row for _, _, row, _ in stream.flush()]
+    bad += [row for _, _, row, _ in stream.rest()]
     assert got == [r[1] for r in wanted if r[2]]
     assert bad == [r[1] for r in wanted if not r[2]]
 

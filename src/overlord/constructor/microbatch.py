@@ -23,7 +23,8 @@ The padded layout is the same with every document padded to ``context``, one to 
 An empty microbatch is one document of ``multiple`` pad tokens without labels, source -1. Those tokens count as its true length
 (``cu_seqlens == [0, multiple]``): attention kernels need not take an empty sequence, nor one whose mask is all false.
 
-Measured on one busy core, 64 microbatches of 8192 tokens from uint16, in ns a token: MEASURED
+Measured on one core, 64 microbatches of 8192 tokens from uint16, in ns of CPU a token: 3.3 at 150 tokens a document (a loop of slice
+copies over documents: 12) and 1.8 at 2000 (the loop: 2.3). The last steps' arrays still held, as prefetch does, add about 1.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import numpy as np
 from overlord.job import Batch
 
 IGNORE = -100  # a label no loss is computed for
-BLOCK = 15 * 1024  # tokens gathered at a time: temporaries below 128 KiB stay in the cache and in malloc's heap
+BLOCK = 2**15  # tokens gathered at a time: the temporaries stay in the cache; 2**16 is as good, all at once a tenth slower
 SLICE_FROM = 500  # mean tokens a document; from here on a slice copy per document is cheaper than gathering by index
 
 

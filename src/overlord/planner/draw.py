@@ -72,8 +72,11 @@ def draw_counts(n: int, weights: Sequence[int], owed: list[int]) -> list[int]:
     if missing < 0:  # only after weights changed: the latest deadlines wait
         counts = _earliest(n, counts, weights, owed)
     while missing > 0:
-        # a/w as an exact integer key: unequal rationals differ by at least 2^-80
-        keys = sorted((((UNIT * (counts[i] + 1) - owed[i]) << SHIFT) // w, i) for i, w in enumerate(weights) if w)
+        # One more each for those that may have one (their target is above their count); without that rule a heavy source
+        # would run ahead. a/w as an exact integer key: unequal rationals differ by at least 2^-80.
+        weighted = [i for i, w in enumerate(weights) if w]
+        may = [i for i in weighted if owed[i] > UNIT * counts[i]] or weighted
+        keys = sorted((((UNIT * (counts[i] + 1) - owed[i]) << SHIFT) // weights[i], i) for i in may)
         for _, i in keys[:missing]:
             counts[i] += 1
         missing = n - sum(counts)
@@ -136,8 +139,6 @@ class Drawer:
             if need:
                 return Short(need)
             counts.append(tuple(b - a for a, b in zip(before, run.taken, strict=True)))
-            if run.short and not self._fill:
-                break
         return Drawn(tuple(counts), tuple(run.owed), tuple(run.active), run.short)
 
     def _weights(self, run: _Run) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from overlord.errors import OverlordError, PlanError
+from overlord.errors import PlanError
 from overlord.job import Batch, mixture_problems
 from overlord.messages import Announce, Attach, Consumed, Cursor, Detach, Finish, Refill, SetMixture, Skip, Stage, StreamState
 from overlord.placetree import ClientPlaceTree
@@ -156,7 +156,7 @@ class Planner:
         while self._window_is_open():
             try:
                 planned = self._plan_step()
-            except OverlordError as error:
+            except Exception as error:  # a strategy is the user's code: whatever it raises ends the job at this step, by name
                 planned = self._finish(error)
             commands += planned
             if self._waiting or self._finished:
@@ -176,12 +176,17 @@ class Planner:
         if isinstance(spec.until, int) and state.step >= spec.until:
             return self._finish(None)
         self._mix()
-        drawn = self._drawer.draw(state.step, self._weights, state.owed, state.active, self._streams)
-        if isinstance(drawn, Short):
-            return self._wait(drawn.need)
+        while True:
+            drawn = self._drawer.draw(state.step, self._weights, state.owed, state.active, self._streams)
+            if isinstance(drawn, Short):
+                return self._wait(drawn.need)
+            if any(map(sum, drawn.counts)):
+                break
+            # Nothing drawn: the end, or a step of few tokens while long samples taken before are still being paid for.
+            self._state = state = replace(self._state, owed=drawn.owed, active=drawn.active)
+            if (drawn.short and spec.until == "first") or not any(w for w, a in zip(self._weights, drawn.active, strict=True) if a):
+                return self._finish(None)
         self._waiting = {}
-        if not any(map(sum, drawn.counts)):
-            return self._finish(None)
         stage = self._stage(drawn)
         if not stage.skipped:
             self._outstanding.append(stage.plan.step)
@@ -230,7 +235,7 @@ class Planner:
         self._finished = Finish(self._state.step, error)
         self._waiting = {}
         for i, stream in enumerate(self._streams):
-            self._list_bad(i, stream.flush() if error is not None or stream.ended else [])
+            self._list_bad(i, stream.rest())
         return [self._finished]
 
     def _mix(self) -> None:

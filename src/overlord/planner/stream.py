@@ -234,13 +234,11 @@ class SourceStream:
         if self._segments and not self._segments[0].left and not len(self._segments[0].bad_at):
             self._segments.popleft()
 
-    def flush(self) -> list[tuple[int, int, int, str]]:
-        """Failures behind the last sample of an exhausted source."""
-        rows = []
-        for segment in self._segments:
-            rows += _bad_rows(segment, np.flatnonzero(segment.bad_at >= max(segment.start, 0)))
-        self._segments.clear()
-        return rows
+    def rest(self) -> list[tuple[int, int, int, str]]:
+        """Failures behind the last sample taken: of an exhausted source those at its end, of a broken one those that broke it."""
+        if self.error is None and (self._ready or not self._exhausted):
+            return []
+        return [row for s in self._segments for row in _bad_rows(s, np.flatnonzero(s.bad_at >= s.start))]
 
     def check(self) -> None:
         assert self._ready == sum(s.left for s in self._segments), (self.name, self._ready)

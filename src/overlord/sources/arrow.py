@@ -106,13 +106,19 @@ def _open(files: Files, file: File, stack: ExitStack) -> Opened:
     try:
         if head[:6] == MAGIC and tail[2:] == MAGIC:
             with suppress(*_BROKEN):
-                return Opened(pa.ipc.open_file(source, options=_OPTIONS), mapped, False)
+                return Opened(_named(pa.ipc.open_file(source, options=_OPTIONS)), mapped, False)
         source.seek(8 if head[:6] == MAGIC else 0)
         reader = pa.ipc.open_stream(source, options=_OPTIONS)
-        return Opened(reader, mapped, head[:6] == MAGIC or tail != END_MARK)
+        return Opened(_named(reader), mapped, head[:6] == MAGIC or tail != END_MARK)
     except _BROKEN as error:
         files.check_readable(file)
         raise BadFile(f"wanted Arrow IPC, found a file that begins with {head!r}: {_first_line(error)}", _REMEDY) from error
+
+
+def _named(reader: Any) -> Any:
+    """The reader, if its columns have names that can be read; broken ones are noticed nowhere else."""
+    [f.name for f in reader.schema]
+    return reader
 
 
 def _batches(opened: Opened, files: Files, file: File, options: ReadOptions) -> Iterator[pa.RecordBatch | str]:

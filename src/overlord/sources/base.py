@@ -78,9 +78,18 @@ class RawSlice:
 class Format(Protocol):
     """A file format. Instances are stateless; one serves all sources and threads."""
 
-    name: str
-    suffixes: tuple[str, ...]  # of the files it reads
-    indexed: bool  # True: listing chunks opens the file, so the answer is worth caching
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """How names of its files end."""
+        ...
+
+    @property
+    def indexed(self) -> bool:
+        """True if listing chunks opens the file, so that the answer is worth caching."""
+        ...
 
     def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
         """The chunks of one file (column `file` left 0). Raises BadFile on a file that cannot be used."""

@@ -94,7 +94,7 @@ class Files:
             info = self.fs.get_file_info(rest)
             if info.is_file:
                 return [_file(info)]
-            if str(info.type) == "FileType.Directory":
+            if info.type.name == "Directory":
                 return self._directory(rest, name, source, suffixes)
             if not _is_glob(rest, is_uri):
                 raise SourceError(source, "no such file or directory", name, "relative paths start at the working directory")

@@ -54,7 +54,7 @@ class HandleCache:
         """Closes all handles, or those of one reader."""
         self._handles.clear(lambda key: reader is None or key[0] == reader)
 
-    def counters(self) -> dict[str, int]:
+    def metrics(self) -> dict[str, int]:
         """``opens``, ``reopens`` (among them), ``reads``, ``evictions``; ``open`` and ``bytes`` now."""
         with self._lock:
             counts = dict(self._counts)
@@ -86,7 +86,7 @@ class ChunkReader:
             if handle is None:
                 handle = self._open(chunk, t)
             found = next(handle.slices, None)
-        except (BadFile, OSError) as error:
+        except (OSError, ValueError) as error:  # BadFile and what Arrow raises are among the latter
             raise self._error(chunk, error) from error
         self._cache.count("reads")
         if found is None:
@@ -112,7 +112,7 @@ class ChunkReader:
             self._cache.count("reopens")
         return Handle(self._format.read(self._files, file, self.index.chunks, chunk, self.options, t), t)
 
-    def _error(self, chunk: int, error: BadFile | OSError) -> SourceError:
+    def _error(self, chunk: int, error: OSError | ValueError) -> SourceError:
         path = self.index.files[self.file_of(chunk)].path
         if isinstance(error, BadFile):
             return SourceError(self.index.source, error.problem, path, error.remedy)

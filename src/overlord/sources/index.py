@@ -32,7 +32,7 @@ SHOWN = 20  # bad files that one error lists
 
 
 @dataclass(frozen=True, slots=True)
-class IndexSpec:
+class SourceSpec:
     """What must be known of a source to index it."""
 
     name: str
@@ -84,7 +84,7 @@ _DECODER = msgspec.msgpack.Decoder(_CacheEntry)
 class _Work:
     """One source while its index is being built."""
 
-    spec: IndexSpec
+    spec: SourceSpec
     format: Format
     access: Files
     files: tuple[File, ...]
@@ -100,11 +100,11 @@ def build_index(
     *, cache_dir: str | Path | None = None, workers: int = 8,
 ) -> Index:  # fmt: skip
     """The index of one source. Raises SourceError, with all bad files of the source in it."""
-    return build_indexes([IndexSpec(name, path, format, options or ReadOptions())], cache_dir=cache_dir, workers=workers)[0]
+    return build_indexes([SourceSpec(name, path, format, options or ReadOptions())], cache_dir=cache_dir, workers=workers)[0]
 
 
 def build_indexes(
-    specs: Sequence[IndexSpec], *, cache_dir: str | Path | None = None, workers: int = 8, progress: Progress | None = None
+    specs: Sequence[SourceSpec], *, cache_dir: str | Path | None = None, workers: int = 8, progress: Progress | None = None
 ) -> list[Index]:
     """All sources together, so that one large source and many small ones share the threads; ``progress(done, total)`` counts sources."""
     cache = Path(cache_dir) if cache_dir is not None else None
@@ -141,7 +141,7 @@ def is_held(path: Any) -> bool:
     return isinstance(path, Factory) or (hasattr(path, "__getitem__") and hasattr(path, "__len__"))
 
 
-def _start(spec: IndexSpec, cache: Path | None) -> _Work | SourceError:
+def _start(spec: SourceSpec, cache: Path | None) -> _Work | SourceError:
     """Listing, format and what the cache knows. Errors are values here: all sources are looked at before any is raised."""
     try:
         if is_held(spec.path):
@@ -160,7 +160,7 @@ def _start(spec: IndexSpec, cache: Path | None) -> _Work | SourceError:
         return error
 
 
-def _cache_file(cache: Path, spec: IndexSpec, fmt: Format) -> Path:
+def _cache_file(cache: Path, spec: SourceSpec, fmt: Format) -> Path:
     paths = [spec.path] if isinstance(spec.path, (str, os.PathLike)) else spec.path
     where = [p if "://" in (p := os.fspath(x)) else os.path.abspath(p) for x in paths]
     columns = "*" if spec.options.columns is None else "\x1f".join(spec.options.columns)
@@ -203,7 +203,7 @@ def _look_at(task: tuple[_Work, list[File]]) -> _Work:
             work.stale = True
         except BadFile as error:
             work.problems.append((file.path, error.problem, error.remedy))
-        except OSError as error:
+        except (OSError, ValueError) as error:  # Arrow's errors are among the latter
             work.problems.append((file.path, f"cannot be read: {error}", "check that the file is there and may be read"))
     return work
 

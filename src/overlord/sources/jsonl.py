@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.sources import columns as cols
-from overlord.sources.base import NO_ROWS, Chunks, File, RawSlice, ReadOptions, make_chunks, no_rows_chunk
+from overlord.sources.base import NO_ROWS, BadFile, Chunks, File, RawSlice, ReadOptions, make_chunks, no_rows_chunk
 from overlord.sources.files import BLOCK
 from overlord.sources.unpack import Line, gunzip, plain, split_lines, unzstd
 
@@ -33,6 +34,8 @@ class Jsonl:
     def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
         if not file.size:
             return no_rows_chunk()
+        if _suffix(file.path) == ".zst" and find_spec("zstandard") is None:
+            raise BadFile("reading .zst needs the package zstandard", "pip install 'overlord[zstd]'")
         if _suffix(file.path) in _UNPACK:
             return make_chunks([(0, -1, 0, -1, file.size)])
         starts = range(0, file.size, options.chunk_bytes)

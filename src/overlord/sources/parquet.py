@@ -4,7 +4,8 @@ Two ways to read a row group, chosen by its size alone so that every machine rea
 
 - small: read whole once, hand out compact copies of slices. An open iterator holds 2 to 3 times a small row group.
 - large: decode slice by slice through a buffered stream. What is held is a page and a read buffer per column and the
-  slice itself, whatever the size of the row group (``benchmarks/row_group_memory.py``).
+  slice itself, whatever the size of the row group (``benchmarks/row_group_memory.py``). A page is what cannot be read
+  in part: pyarrow closes one at 1 MB, but looks only every 1024 rows, so rows of 20 kB make pages of 20 MB.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Parquet:
                     break
                 table, bad = cols.sound(table, options.max_sample_bytes)
             except _BROKEN as error:
-                files.check_readable(file)  # raises if the disk is at fault
+                files.check_readable(file, *_byte_range(footer, int(chunks.unit[i]), file))  # raises if the disk is at fault
                 reason = f"row group {int(chunks.unit[i])} is corrupt: {_first_line(error)}"
                 break
             done += want
@@ -103,9 +104,7 @@ class Parquet:
             yield cols.lost(first + at, n, blank, reason, at + n == rows)
 
 
-def _slices(
-    files: Files, file: File, footer: Any, group: int, nbytes: int, options: ReadOptions, skip: int
-) -> Iterator[pa.Table]:
+def _slices(files: Files, file: File, footer: Any, group: int, nbytes: int, options: ReadOptions, skip: int) -> Iterator[pa.Table]:
     """Tables of ``slice_rows`` rows from slice ``skip`` on; the last may be shorter. Raises what pyarrow raises."""
     step = options.slice_rows
     if nbytes <= SMALL_ROW_GROUP:
@@ -150,9 +149,7 @@ def _regroup(batches: Iterator[pa.RecordBatch], step: int) -> Iterator[pa.Table]
 @contextmanager
 def _open(files: Files, file: File, footer: Any) -> Iterator[pq.ParquetFile]:
     with files.open(file.path) as handle:  # a ParquetFile does not close what it was handed
-        yield pq.ParquetFile(
-            handle, metadata=footer, pre_buffer=False, buffer_size=READ_BUFFER, page_checksum_verification=True, **_LIMITS
-        )
+        yield pq.ParquetFile(handle, metadata=footer, pre_buffer=False, buffer_size=READ_BUFFER, page_checksum_verification=True, **_LIMITS)
 
 
 def _footer(files: Files, file: File) -> Any:
@@ -166,7 +163,7 @@ def _footer(files: Files, file: File) -> Any:
     try:
         with pq.ParquetFile(handle, pre_buffer=False, **_LIMITS) as reader:
             footer = reader.metadata
-            footer.schema.to_arrow_schema()  # fails here and not later where the types make no sense
+            [f.name for f in footer.schema.to_arrow_schema()]  # fails here and not later where names or types make no sense
     except _BROKEN as error:
         handle.seek(file.size - 4)
         found = handle.read(4)
@@ -192,6 +189,14 @@ def _column_ids(footer: Any, options: ReadOptions) -> list[int] | None:
     wanted = set(options.columns)
     paths = [footer.schema.column(j).path for j in range(len(footer.schema))]
     return [j for j, path in enumerate(paths) if path in wanted or path.split(".")[0] in wanted]
+
+
+def _byte_range(footer: Any, group: int, file: File) -> tuple[int, int]:
+    """Where a row group lies in its file; all of the file if the footer talks nonsense."""
+    found = [footer.row_group(group).column(j) for j in range(footer.num_columns)]
+    start = min((c.dictionary_page_offset or c.data_page_offset for c in found), default=0)
+    stop = start + sum(c.total_compressed_size for c in found)
+    return (start, stop) if 0 <= start < stop <= file.size else (0, file.size)
 
 
 def _names(options: ReadOptions) -> list[str] | None:

@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from overlord.sources.base import BadFile
 from overlord.sources.files import BLOCK
 
 if TYPE_CHECKING:
@@ -72,10 +71,8 @@ def _salvage(unpacker: zlib._Decompress, data: bytes) -> Iterator[bytes]:
 
 def unzstd(handle: pa.NativeFile) -> Iterator[bytes]:
     """The text of a .zst file, frames one after another."""
-    try:
-        import zstandard
-    except ImportError:
-        raise BadFile("reading .zst needs the package zstandard", "pip install 'overlord[zstd]'") from None
+    import zstandard  # an extra; without it the index refuses the file
+
     unpacker, inside = zstandard.ZstdDecompressor().decompressobj(), False
     while block := handle.read(BLOCK):
         for at in range(0, len(block), ZSTD_FEED):

@@ -100,14 +100,13 @@ def _add(cursor: Cursor, group: Group, extension: str, member: Member, options: 
         group.refuse(f"member {member.name!r} is a pickle, which could run code")
     elif extension in group.values:
         group.refuse(f"member {member.name!r} is there twice")
-    elif options.columns is None or extension in options.columns:
-        group.size += member.size
-        if group.size > options.max_sample_bytes:
-            group.refuse(f"the sample has more than {options.max_sample_bytes} bytes, the source's max_sample_bytes")
-        elif load and not group.problem:
-            group.values[extension] = _bytes(cursor, member)
-            return
-    group.values.setdefault(extension, None)
+    group.size += member.size  # all members: whether a row is too large must not depend on who reads it
+    if group.size > options.max_sample_bytes:
+        group.refuse(f"the sample has more than {options.max_sample_bytes} bytes, the source's max_sample_bytes")
+    if load and not group.problem and (options.columns is None or extension in options.columns):
+        group.values[extension] = _bytes(cursor, member)
+    else:
+        group.values.setdefault(extension, None)
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -26,21 +26,38 @@ class Unfit(Exception):
     """No row of this column can be read as wanted."""
 
 
-def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
-    """One column as one array; no copy when the table has one chunk, as a slice that was just read has."""
-    if name not in table.column_names:
+def plain(table: pa.Table) -> pa.Table:
+    """Without dictionaries and views: Arrow can neither join the one with plain columns nor take rows from the other."""
+    for i, field in enumerate(table.schema):
+        wanted = field.type.value_type if pt.is_dictionary(field.type) else field.type
+        if pt.is_string_view(wanted) or pt.is_binary_view(wanted):
+            wanted = pa.large_string() if pt.is_string_view(wanted) else pa.large_binary()
+        if wanted is not field.type:
+            table = table.set_column(i, field.name, table.column(i).cast(wanted))
+    return table
+
+
+def _kind(table: pa.Table, name: str, wanted: str) -> pa.DataType:
+    at = table.schema.get_field_index(name)
+    if at < 0:
         known = [n for n in table.column_names if not n.startswith(HIDDEN)]
         raise Unfit(f"no column {name!r} ({wanted} wanted); the columns are: {', '.join(known) or 'none'}")
+    kind = table.schema.field(at).type
+    return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+
+
+def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
+    """One column as one array; no copy when the table has one chunk, as a slice that was just read has."""
+    _kind(table, name, wanted)
     chunked = table.column(name)
     found = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
     if isinstance(found, pa.ChunkedArray):  # combine_chunks of no chunk at all
         found = pa.array([], chunked.type)
-    found = found.storage if isinstance(found, pa.ExtensionArray) else found
-    return found.dictionary_decode() if pt.is_dictionary(found.type) else found
+    return found.storage if isinstance(found, pa.ExtensionArray) else found
 
 
 def check_ids(table: pa.Table, name: str) -> None:
-    kind = column(table, name, "lists of token ids").type
+    kind = _kind(table, name, "lists of token ids")
     if pt.is_null(kind):
         return
     if pt.is_fixed_size_list(kind) or pt.is_list(kind) or pt.is_large_list(kind):
@@ -105,13 +122,13 @@ def _narrow(ids: np.ndarray) -> np.ndarray:
 
 
 def check_texts(table: pa.Table, name: str) -> None:
-    kind = column(table, name, "text").type
-    if not (_is_bytes(kind) or pt.is_string(kind) or pt.is_large_string(kind) or pt.is_string_view(kind) or pt.is_null(kind)):
+    kind = _kind(table, name, "text")
+    if not (_is_bytes(kind) or pt.is_string(kind) or pt.is_large_string(kind) or pt.is_null(kind)):
         raise Unfit(f"column {name!r} has the type {kind}; text (string) wanted")
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
-    return pt.is_binary(kind) or pt.is_large_binary(kind) or pt.is_fixed_size_binary(kind) or pt.is_binary_view(kind)
+    return pt.is_binary(kind) or pt.is_large_binary(kind) or pt.is_fixed_size_binary(kind)
 
 
 def read_texts(table: pa.Table, name: str) -> tuple[list[str], Bad]:
@@ -141,7 +158,7 @@ def _decoded(i: int, raw: bytes | None, name: str, bad: Bad) -> str:
 
 
 def check_numbers(table: pa.Table, name: str) -> None:
-    kind = column(table, name, "numbers").type
+    kind = _kind(table, name, "numbers")
     if not (pt.is_integer(kind) or pt.is_floating(kind) or pt.is_boolean(kind) or pt.is_null(kind)):
         raise Unfit(f"column {name!r} has the type {kind}; numbers wanted")
 

@@ -37,9 +37,8 @@ from overlord.transforms.columns import (
     read_ids,
     read_numbers,
     read_texts,
-    to_columns,
-    to_rows,
 )
+from overlord.transforms.frame import Frame, join_rows, run_each, run_whole, said
 from overlord.transforms.text import Encoder, Tokenize, build_encoder
 
 IDS = "tokens"  # the column that holds the ids, whatever it was called in the file
@@ -56,11 +55,13 @@ class Pipeline:
         self._cut = code[-1] + 1 if code else 0
         self.holds_lock: bool = any(t.holds_lock for t in self.transforms)
         self.columns: tuple[str, ...] | None = self._raw_columns()
-        names = self._meta_names()
+        names = self._meta_names = [t.name for t in self.transforms if isinstance(t, Meta)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise TransformError(source, "Meta", f"the name {twice[0]!r} is used twice", "metadata needs names of its own")
         self._needs = self._between()
         self._encoders: dict[int, Encoder] = {i: build_encoder(t, source) for i, t in enumerate(self.transforms) if isinstance(t, Tokenize)}
+        # Fixed for the source: files of other widths may share a batch with a row, and then it is held as wide as they are.
+        self._id_bytes = max((e.dtype.itemsize for e in self._encoders.values()), default=4)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.source, self.transforms, self.seed, self.context, self.on_long)
@@ -80,57 +81,63 @@ class Pipeline:
 
     def slice_stage(self, table: pa.Table, ids: RowIds) -> Staged:
         """Runs user code over one slice of the stream. Without user code the slice itself comes back."""
-        frame = _Frame(table)
+        frame = Frame(table)
         for position in range(self._cut):
-            self._run(position, frame, ids)
+            try:
+                self._run(position, frame, ids)
+            except Unfit as fault:
+                frame.drop_all(f"{self.transforms[position]!r}: {fault}")
         self._settle(frame)
         return Staged(frame.table, frame.index, sorted(frame.bad), frame.dropped)
 
     def row_stage(self, table: pa.Table) -> Block:
         """Samples from rows that went through the slice stage, in any batches."""
-        frame = _Frame(table)
+        frame = Frame(table)
         for position in range(self._cut, len(self.transforms)):
-            if not isinstance(self.transforms[position], Select):  # what stands between the stages is selected already
-                self._run(position, frame, None)
+            try:
+                if not isinstance(self.transforms[position], Select):  # what stands between the stages is selected already
+                    self._run(position, frame, None)
+            except Unfit as fault:
+                self._refuse(self.transforms[position], str(fault))
         if not frame.table.num_rows:
-            return _nothing(self._meta_names(), frame.bad)
+            return _nothing(self._meta_names, frame.bad)
         try:
             tokens, bad = read_ids(frame.table, IDS)
         except Unfit as fault:
             raise TransformError(self.source, "tokens", str(fault), NO_IDS) from None
         lengths = tokens.lengths
+        if not bad and int(lengths.min()) > 0 and int(lengths.max()) <= self.context:  # as it nearly always is
+            return self._block(frame, np.arange(len(lengths)), np.zeros(len(lengths), np.int32), lengths, tokens)
+        return self._cut_block(frame, tokens, lengths, bad)
+
+    def _cut_block(self, frame: Frame, tokens: Ragged, lengths: np.ndarray, bad: Bad) -> Block:
+        """Where rows have to be left out, cut or split."""
         for i in np.flatnonzero(lengths == 0):
             bad.setdefault(int(i), "no tokens")
         if self.on_long == "quarantine":
             for i in np.flatnonzero(lengths > self.context):
                 bad.setdefault(int(i), f"{lengths[i]} tokens are more than the context of {self.context}")
         keep = frame.report(bad)
-        return self._block(frame, tokens, keep)
-
-    def _block(self, frame: _Frame, tokens: Ragged, keep: np.ndarray) -> Block:
-        starts, lengths = tokens.offsets[:-1][keep], tokens.lengths[keep]
+        starts, lengths = tokens.offsets[:-1][keep], lengths[keep]
         pieces = np.ones(len(keep), np.int64)
         if self.on_long == "truncate":
             lengths = np.minimum(lengths, self.context)
         elif self.on_long == "split":
             pieces = -(-lengths // self.context)
-        row = np.repeat(np.arange(len(keep)), pieces)  # of every sample, among the kept rows
-        part = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        size = np.minimum(lengths[row] - part * self.context, self.context) if len(row) > len(keep) else lengths
-        offsets = np.zeros(len(row) + 1, np.int64)
+        kept = np.repeat(np.arange(len(keep)), pieces)  # of every sample: its row among the kept ones
+        part = np.arange(len(kept)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        size = np.minimum(lengths[kept] - part * self.context, self.context)
+        offsets = np.zeros(len(kept) + 1, np.int64)
         np.cumsum(size, out=offsets[1:])
         packed = Ragged(_gather(tokens.values, starts, lengths), offsets)
-        meta = {"tokens": size, "bytes": size * self._id_bytes()}
-        for name in self._meta_names():
-            meta[name] = frame.table.column(HIDDEN + name).to_numpy()[keep][row]
-        return Block(frame.index[keep][row], part.astype(np.int32), packed, meta, sorted(frame.bad))
+        return self._block(frame, keep[kept], part.astype(np.int32), size, packed)
 
-    def _id_bytes(self) -> int:
-        """Fixed for the source. Files of other widths may share a batch with this row, and then it is held as wide as they are."""
-        return max((e.dtype.itemsize for e in self._encoders.values()), default=4)
-
-    def _meta_names(self) -> list[str]:
-        return [t.name for t in self.transforms if isinstance(t, Meta)]
+    def _block(self, frame: Frame, row: np.ndarray, part: np.ndarray, size: np.ndarray, tokens: Ragged) -> Block:
+        """``row``: of every sample, its row in the frame's table."""
+        meta = {"tokens": size, "bytes": size * self._id_bytes}
+        for name in self._meta_names:
+            meta[name] = frame.table.column(HIDDEN + name).to_numpy()[row]
+        return Block(frame.index[row], part, tokens, meta, sorted(frame.bad))
 
     def _between(self) -> list[tuple[Transform | None, str, Callable[[pa.Table, str], None]]]:
         """What the row stage reads: by which transform, which column, and how its type is checked."""
@@ -144,14 +151,13 @@ class Pipeline:
             needs.append((None, IDS, check_ids))
         return needs
 
-    def _settle(self, frame: _Frame) -> None:
+    def _settle(self, frame: Frame) -> None:
         hidden = [name for name in frame.table.column_names if name.startswith(HIDDEN)]
         for t, name, check in self._needs:
             try:
                 check(frame.table, name)
             except Unfit as fault:
-                who = f"{t!r}" if t else NO_IDS
-                frame.drop(dict.fromkeys(range(frame.table.num_rows), f"{who}: {fault}"))
+                frame.drop_all(f"{t!r}: {fault}" if t else f"{fault}; {NO_IDS}")
                 frame.table = frame.table.select([])
                 return
         names = dict.fromkeys(name for _, name, _ in self._needs)
@@ -192,65 +198,48 @@ class Pipeline:
 
     # Running one transform over what is there.
 
-    def _run(self, position: int, frame: _Frame, ids: RowIds | None) -> None:
+    def _run(self, position: int, frame: Frame, ids: RowIds | None) -> None:
         t = self.transforms[position]
         if not frame.table.num_rows:
             return
-        try:
-            if isinstance(t, Tokenize):
-                _tokenize(frame, t.text, self._encoders[position])
-            elif isinstance(t, Tokens):
-                frame.put(IDS, column(frame.table, t.column, "lists of token ids"))
-            elif isinstance(t, Select):
-                _select(frame, t, made=[IDS] if any(isinstance(p, (Tokenize, Tokens)) for p in self.transforms[:position]) else [])
-            elif isinstance(t, Meta):
-                self._meta(frame, t)
-            elif isinstance(t, Filter):
-                self._filter(frame, t)
-            elif isinstance(t, Map):
-                assert ids is not None, "a Map is user code and runs in the slice stage"
-                self._map(frame, t, position, ids)
-        except Unfit as fault:
-            self._refuse(t, str(fault))
+        if isinstance(t, Tokenize):
+            _tokenize(frame, t.text, self._encoders[position])
+        elif isinstance(t, Tokens):
+            check_ids(frame.table, t.column)
+            if t.column != IDS:
+                frame.put(IDS, frame.table.column(t.column))
+        elif isinstance(t, Select):
+            _select(frame, t, made=[IDS] if any(isinstance(p, (Tokenize, Tokens)) for p in self.transforms[:position]) else [])
+        elif isinstance(t, Meta):
+            self._meta(frame, t)
+        elif isinstance(t, Filter):
+            self._filter(frame, t)
+        elif isinstance(t, Map):
+            assert ids is not None, "a Map is user code and runs in the slice stage"
+            self._map(frame, t, position, ids)
 
-    def _meta(self, frame: _Frame, t: Meta) -> None:
+    def _meta(self, frame: Frame, t: Meta) -> None:
         if isinstance(t.value, str):
             numbers, bad = read_numbers(frame.table, t.value)
-        elif t.rows:
-            results = self._each(frame, t, t.value, as_number)
-            numbers, bad = plain_numbers(np.asarray(results), t.name, {}) if results else (np.zeros(0, np.int64), {})
         else:
-            array = np.asarray(self._whole(frame, t, t.value))
-            if array.shape != (frame.table.num_rows,) or array.dtype.kind not in "biuf":
-                self._refuse(t, f"wanted {frame.table.num_rows} numbers, one a row, found {array.dtype} of shape {array.shape}")
-            numbers, bad = plain_numbers(array, t.name, {})
+            found = run_each(frame, t, t.value, as_number) if t.rows else run_whole(frame, t, t.value, self._one_each(t, "biuf", "numbers"))
+            numbers, bad = plain_numbers(np.asarray(found), t.name, {})
         frame.put(HIDDEN + t.name, pa.array(numbers))
         frame.drop(bad)
 
-    def _filter(self, frame: _Frame, t: Filter) -> None:
-        keep = np.asarray(self._each(frame, t, t.fn, as_bool) if t.rows else self._whole(frame, t, t.fn))
-        if not frame.table.num_rows:
-            return
-        if keep.shape != (frame.table.num_rows,) or keep.dtype != np.bool_:
-            self._refuse(t, f"wanted {frame.table.num_rows} booleans, one a row, found {keep.dtype} of shape {keep.shape}")
+    def _filter(self, frame: Frame, t: Filter) -> None:
+        found = run_each(frame, t, t.fn, as_bool) if t.rows else run_whole(frame, t, t.fn, self._one_each(t, "b", "booleans"))
+        keep = np.asarray(found, bool)
         frame.dropped += len(keep) - int(keep.sum())
         frame.keep(keep)
 
-    def _map(self, frame: _Frame, t: Map, position: int, ids: RowIds) -> None:
+    def _map(self, frame: Frame, t: Map, position: int, ids: RowIds) -> None:
         if t.rows:
-            chance = self._generators(frame, position, ids) if t.rng else None
-            rows = self._each(frame, t, t.fn, as_row, chance)
-            names = dict.fromkeys(name for row in rows for name in row)
-            made: Any = {name: [row.get(name) for row in rows] for name in names}
+            made = join_rows(run_each(frame, t, t.fn, as_row, self._generators(frame, position, ids) if t.rng else None))
         else:
-            made = self._whole(frame, t, t.fn)
-        n = frame.table.num_rows
-        if not n:
+            made = run_whole(frame, t, t.fn, self._columns_each(t))
+        if not frame.table.num_rows:
             return
-        if not isinstance(made, Mapping) or not all(isinstance(name, str) and hasattr(c, "__len__") for name, c in made.items()):
-            self._refuse(t, f"wanted a dict of columns, found {type(made).__name__}", "return {name: array or list, ...}")
-        if wrong := [f"{name!r}: {len(c)}" for name, c in made.items() if len(c) != n]:
-            self._refuse(t, f"wanted {n} rows in every column, found {', '.join(wrong)}", "drop rows with Filter, not with Map")
         bad: Bad = {}
         columns = {name: frame.table.column(name) for name in frame.table.column_names if name.startswith(HIDDEN)}
         for name, values in made.items():
@@ -259,82 +248,34 @@ class Pipeline:
         frame.table = pa.table(columns)
         frame.drop({i: f"{t!r}: {reason}" for i, reason in bad.items()})
 
-    def _generators(self, frame: _Frame, position: int, ids: RowIds) -> Iterator[np.random.Generator]:
+    def _one_each(self, t: Transform, kinds: str, wanted: str) -> Callable[[Any, int], np.ndarray]:
+        def check(result: Any, rows: int) -> np.ndarray:
+            try:
+                found = np.asarray(result)
+            except ValueError:  # lists of several lengths
+                self._refuse(t, f"wanted {rows} {wanted}, one a row, found {type(result).__name__}")
+            if found.shape != (rows,) or found.dtype.kind not in kinds:
+                self._refuse(t, f"wanted {rows} {wanted}, one a row, found {found.dtype} of shape {found.shape}")
+            return found
+
+        return check
+
+    def _columns_each(self, t: Transform) -> Callable[[Any, int], Mapping[str, Any]]:
+        def check(result: Any, rows: int) -> Mapping[str, Any]:
+            plain = isinstance(result, Mapping) and bool(result)
+            if not plain or not all(isinstance(name, str) and hasattr(c, "__len__") for name, c in result.items()):
+                self._refuse(t, f"wanted a dict of columns, found {type(result).__name__}", "return {name: array or list, ...}")
+            if wrong := [f"{name!r}: {len(c)}" for name, c in result.items() if len(c) != rows]:
+                self._refuse(t, f"wanted {rows} rows in every column, found {', '.join(wrong)}", "drop rows with Filter, not with Map")
+            checked: Mapping[str, Any] = result
+            return checked
+
+        return check
+
+    def _generators(self, frame: Frame, position: int, ids: RowIds) -> Iterator[np.random.Generator]:
         """A generator per row, keyed by who the row is: the same whatever ran before it, here or elsewhere."""
         keys = keyed_hash(key64("map", self.seed, self.source, position), ids.epoch, ids.file, ids.row[frame.index])
         return (np.random.Generator(np.random.Philox(key=int(key))) for key in keys)
-
-    def _whole(self, frame: _Frame, t: Transform, fn: Callable[..., Any]) -> Any:
-        """``fn`` over all rows at once. If it raises, the rows that fail alone are reported and the others go again."""
-        try:
-            return fn(to_columns(frame.table))
-        except MemoryError:
-            raise
-        except Exception as fault:
-            bad: Bad = {}
-            for i in range(frame.table.num_rows):
-                try:
-                    fn(to_columns(frame.table.slice(i, 1)))
-                except MemoryError:
-                    raise
-                except Exception as alone:
-                    bad[i] = _reason(t, alone)
-            if not bad:
-                problem = f"fails on a batch of {frame.table.num_rows} rows, on none of them alone: {_said(fault)}"
-                raise TransformError(self.source, repr(t), problem) from fault
-        frame.drop(bad)
-        return self._whole(frame, t, fn) if frame.table.num_rows else []
-
-    def _each(
-        self, frame: _Frame, t: Transform, fn: Callable[..., Any], check: Callable[[Any], Any], chance: Iterator[Any] | None = None
-    ) -> list[Any]:
-        """``fn`` row by row; a row that fails, or gives what it should not, is reported and left out."""
-        bad: Bad = {}
-        results = []
-        for i, row in enumerate(_rows(frame.table)):
-            rng = next(chance) if chance is not None else None
-            try:
-                row = row() if callable(row) else row
-                results.append(check(fn(row) if rng is None else fn(row, rng)))
-            except MemoryError:
-                raise
-            except Exception as fault:
-                bad[i] = _reason(t, fault)
-        frame.drop(bad)
-        return results
-
-
-class _Frame:
-    """Rows on their way through a stage: which input rows they are, and what became of the others."""
-
-    __slots__ = ("bad", "dropped", "index", "table")
-
-    def __init__(self, table: pa.Table) -> None:
-        self.table, self.index = table, np.arange(table.num_rows)
-        self.bad: list[tuple[int, str]] = []
-        self.dropped = 0
-
-    def put(self, name: str, values: pa.Array) -> None:
-        at = self.table.column_names.index(name) if name in self.table.column_names else -1
-        self.table = self.table.append_column(name, values) if at < 0 else self.table.set_column(at, name, values)
-
-    def report(self, bad: Mapping[int, str]) -> np.ndarray:
-        """Notes the bad rows and returns the others, as positions in the table."""
-        self.bad += [(int(self.index[i]), reason) for i, reason in bad.items()]
-        mask = np.ones(self.table.num_rows, bool)
-        mask[list(bad)] = False
-        return np.flatnonzero(mask)
-
-    def drop(self, bad: Mapping[int, str]) -> None:
-        if bad:
-            self.take(self.report(bad))
-
-    def keep(self, mask: np.ndarray) -> None:
-        if not mask.all():
-            self.take(np.flatnonzero(mask))
-
-    def take(self, rows: np.ndarray) -> None:
-        self.table, self.index = self.table.take(pa.array(rows)), self.index[rows]
 
 
 def _rebuild(source: str, transforms: tuple[Transform, ...], seed: int, context: int, on_long: str) -> Pipeline:
@@ -369,7 +310,7 @@ def _gather(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.n
     return runs[0] if len(runs) == 1 else np.concatenate(runs)
 
 
-def _tokenize(frame: _Frame, text: str, encoder: Encoder) -> None:
+def _tokenize(frame: Frame, text: str, encoder: Encoder) -> None:
     texts, bad = read_texts(frame.table, text)
     if bad:
         texts = [texts[i] for i in range(len(texts)) if i not in bad]
@@ -383,7 +324,7 @@ def _tokenize(frame: _Frame, text: str, encoder: Encoder) -> None:
     frame.put(IDS, ids_column(ids))
 
 
-def _encode_each(frame: _Frame, texts: list[str], encoder: Encoder) -> Ragged:
+def _encode_each(frame: Frame, texts: list[str], encoder: Encoder) -> Ragged:
     bad: Bad = {}
     parts = []
     for i, text in enumerate(texts):
@@ -392,7 +333,7 @@ def _encode_each(frame: _Frame, texts: list[str], encoder: Encoder) -> Ragged:
         except BaseException as fault:
             if not _is_row_fault(fault):
                 raise
-            bad[i] = f"cannot be tokenized: {_said(fault)}"
+            bad[i] = f"cannot be tokenized: {said(fault)}"
     frame.drop(bad)
     return Ragged.concat(parts)
 
@@ -402,26 +343,8 @@ def _is_row_fault(fault: BaseException) -> bool:
     return (isinstance(fault, Exception) and not isinstance(fault, MemoryError)) or type(fault).__name__ == "PanicException"
 
 
-def _select(frame: _Frame, t: Select, made: list[str]) -> None:
+def _select(frame: Frame, t: Select, made: list[str]) -> None:
     for name in t.columns:
         column(frame.table, name, "any type")
     hidden = [name for name in frame.table.column_names if name.startswith(HIDDEN)]
     frame.table = frame.table.select([*t.columns, *(name for name in made if name not in t.columns), *hidden])
-
-
-def _rows(table: pa.Table) -> Iterator[Any]:
-    """Rows as dicts; where the table does not convert (text that is no UTF-8), as calls that each convert or fail alone."""
-    try:
-        yield from to_rows(table)
-    except UnicodeDecodeError:
-        for i in range(table.num_rows):
-            yield lambda i=i: to_rows(table.slice(i, 1))[0]
-
-
-def _said(fault: BaseException) -> str:
-    text = f"{type(fault).__name__}: {fault}" if str(fault) else type(fault).__name__
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
-def _reason(t: Transform, fault: BaseException) -> str:
-    return f"{t!r}: {_said(fault)}"

@@ -67,6 +67,12 @@ class TransformWorker:
     def pid(self) -> int | None:
         return self._child.process.pid if self._child else None
 
+    def set_deadline(self, seconds: float) -> None:
+        """How long one batch may take from now on."""
+        if self._child is not None:
+            self._deadline_s = seconds
+            _set_deadline(self._child.pipe, seconds)
+
     def slice_stage(self, table: pa.Table, ids: RowIds) -> Staged:
         rows = _raw(np.asarray(ids.row, np.int64))
         reply, _, out = self._call(Call("slice", int(ids.epoch), int(ids.file)), [rows, _to_ipc(table)])

@@ -1,0 +1,29 @@
+"""Settings for the whole suite: no deadline on examples (machines are noisy), a cache of its own for every run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "overlord", deadline=None, max_examples=int(os.environ.get("OVERLORD_EXAMPLES", "60")), print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+settings.load_profile("overlord")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Indexes of test files must not land in the user's cache."""
+    path = tmp_path_factory.mktemp("cache")
+    before = os.environ.get("OVERLORD_CACHE")
+    os.environ["OVERLORD_CACHE"] = str(path)
+    yield path
+    if before is None:
+        del os.environ["OVERLORD_CACHE"]
+    else:
+        os.environ["OVERLORD_CACHE"] = before

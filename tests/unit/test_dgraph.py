@@ -1,0 +1,221 @@
+"""The primitives, one by one, on buffers made by hand; and the costs they are fed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from overlord.errors import JobError, PlanError
+from overlord.job import Batch
+from overlord.placetree import ClientPlaceTree
+from overlord.planner import cost, schedule
+from overlord.planner.dgraph import DGraph
+from overlord.planner.strategy import llm_balance, packed
+from overlord.sample import Buffer
+
+TREE = ClientPlaceTree(dp=2, tp=2)
+
+
+def candidates(batch: Batch | None = None, **lengths: list[int]) -> Buffer:
+    columns = {name: {"tokens": tokens} for name, tokens in (lengths or {"web": [8] * 9, "code": [4] * 9}).items()}
+    return Buffer.from_columns(columns, batch=batch or Batch(samples=8, context=32))
+
+
+def drawn(**columns: dict[str, list]) -> Buffer:
+    return replace(Buffer.from_columns(columns, batch=Batch(samples=4, context=32)), drawn=True)
+
+
+def test_a_strategy_reads_as_one_chain() -> None:
+    graph = (
+        DGraph.from_buffer(candidates(), TREE, meta="tokens")
+        .mix({"web": 3, "code": 1})
+        .distribute("DP")
+        .cost(cost.transformer(hidden=64, layers=2, heads=4))
+        .balance("greedy")
+        .broadcast_at("TP")
+    )
+    plan = graph.plan()
+    assert np.bincount(plan.source).tolist() == [6, 2]
+    assert plan.main.broadcast == ("TP",)
+    assert plan.imbalance()["bucket"] == 1.0
+    for word in ("mix(exact)", "DP: 2 buckets", "Transformer(hidden=64", "greedy", "two-level", "TP"):
+        assert word in repr(graph)
+    assert graph.to_mermaid().startswith("flowchart LR")
+    assert "bucket 1: 1.000" in graph.to_mermaid()
+
+
+def test_mix_draws_from_the_front_by_the_rule_of_the_stream() -> None:
+    graph = DGraph.from_buffer(candidates(), TREE).mix({"web": 0.75, "code": 0.25})
+    # six of web stand at 1/12, 3/12, ..., two of code at 1/4 and 3/4; ties go to web, which comes first
+    assert "".join("wc"[s] for s in graph.buffer.source) == "wwcwwwcw"
+    assert graph.buffer.row.tolist() == [0, 1, 0, 2, 3, 4, 1, 5]
+    assert graph.buffer.drawn
+
+
+def test_mix_takes_weights_in_order_or_a_schedule() -> None:
+    buffer = candidates()
+    by_name = DGraph.from_buffer(buffer, TREE).mix({"code": 1}).buffer.source.tolist()
+    assert by_name == [1] * 8
+    assert DGraph.from_buffer(buffer, TREE).mix([0, 1]).buffer.source.tolist() == by_name
+    assert DGraph.from_buffer(buffer, TREE).mix(schedule.constant({"code": 2.0})).buffer.source.tolist() == by_name
+
+
+def test_mix_fills_up_from_the_others_when_a_source_runs_out() -> None:
+    graph = DGraph.from_buffer(candidates(web=[8, 8], code=[4] * 9), TREE).mix([1, 1])
+    assert np.bincount(graph.buffer.source).tolist() == [2, 6]
+
+
+def test_mix_of_a_batch_in_tokens_weighs_tokens() -> None:
+    graph = DGraph.from_buffer(candidates(Batch(tokens=32, context=32)), TREE).mix([1, 1])
+    assert np.bincount(graph.buffer.source).tolist() == [2, 4]
+
+
+def test_a_random_draw_follows_its_seed() -> None:
+    def draw(seed: int) -> list[int]:
+        return DGraph.from_buffer(candidates(), TREE).mix([1, 1], draw="random", seed=seed).buffer.source.tolist()
+
+    assert draw(1) == draw(1)
+    assert len({tuple(draw(seed)) for seed in range(8)}) > 1
+
+
+def test_a_drawn_buffer_is_not_drawn_again() -> None:
+    buffer = drawn(web={"tokens": [8, 4, 2]})
+    assert DGraph.from_buffer(buffer, TREE).mix().sample.tolist() == [0, 1, 2]
+    with pytest.raises(PlanError, match="drawn this step already"):
+        DGraph.from_buffer(buffer, TREE).mix([1])
+    with pytest.raises(PlanError, match="after mix"):
+        DGraph.from_buffer(buffer, TREE).mix().mix()
+    with pytest.raises(PlanError, match="has no draw yet"):
+        DGraph.from_buffer(candidates(), TREE).mix()
+
+
+def test_a_plan_without_mix_or_distribute_or_balance_is_refused() -> None:
+    graph = DGraph.from_buffer(drawn(web={"tokens": [8]}), TREE)
+    with pytest.raises(PlanError, match=r"never mixed.*call \.mix"):
+        graph.distribute("DP").balance().plan()
+    with pytest.raises(PlanError, match=r"call \.distribute\(axis\) first"):
+        graph.mix().balance()
+    with pytest.raises(PlanError, match=r"never given balance\(\)"):
+        graph.mix().distribute("DP").plan()
+    with pytest.raises(PlanError, match=r"never given distribute\(\)"):
+        graph.mix().plan()
+
+
+def test_each_primitive_leaves_the_graph_it_was_called_on_alone() -> None:
+    graph = DGraph.from_buffer(drawn(web={"tokens": [8, 4]}), TREE).mix().distribute("DP")
+    balanced = graph.cost(cost.tokens).balance()
+    assert graph.costs is None
+    assert graph.placement is None
+    assert balanced.placement is not None
+    with pytest.raises(PlanError, match="after balance"):
+        balanced.cost(cost.quadratic)
+
+
+def test_images_are_placed_over_the_world_and_samples_over_replicas() -> None:
+    buffer = drawn(web={"tokens": [8, 8, 8, 8], "patches": [[100, 1], [], [50], [50, 1, 1]]})
+    mixed = DGraph.from_buffer(buffer, TREE).mix()
+    images = mixed.select("patches").distribute("WORLD").cost(cost.LengthCost(linear=1.0, column="patches")).balance("greedy")
+    plan = mixed.select("tokens").distribute("DP").balance("greedy").plan(encoder=images)
+    encoder = plan.modules["encoder"]
+    assert encoder.sample.tolist() == [0, 0, 2, 3, 3, 3]
+    assert (encoder.n_buckets, encoder.n_microbatches, plan.main.n_buckets) == (4, 1, 2)
+    assert sorted(np.bincount(encoder.bucket, weights=encoder.cost).tolist()) == [3.0, 50.0, 50.0, 100.0]
+    assert "6 items of 4 samples" in repr(images)
+
+
+def test_a_module_of_other_samples_is_refused() -> None:
+    one, other = (DGraph.from_buffer(drawn(web={"tokens": t}), TREE).mix().distribute("DP").balance() for t in ([8, 4], [8]))
+    with pytest.raises(PlanError, match="made from other samples"):
+        one.plan(encoder=other)
+
+
+def test_select_narrows_candidates_and_nodes() -> None:
+    picked = DGraph.from_buffer(candidates(), TREE).select("tokens", sources=["code"])
+    assert set(picked.mix([0, 1]).buffer.source.tolist()) == {1}
+    nodes = DGraph.from_buffer(drawn(web={"tokens": [8]}, code={"tokens": [4, 2]}), TREE).mix().select(sources=["code"])
+    assert nodes.sample.tolist() == [1, 2]
+    with pytest.raises(PlanError, match="exactly once"):
+        nodes.distribute("DP").balance().plan()
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    graph = DGraph.from_buffer(drawn(web={"tokens": [8]}), TREE).mix()
+    with pytest.raises(PlanError, match="no metadata 'pixels'; known: tokens"):
+        graph.select("pixels")
+    with pytest.raises(PlanError, match="unknown source 'book'; known: web"):
+        graph.select(sources=["book"])
+    with pytest.raises(PlanError, match="known: DP, CP, WORLD"):
+        graph.distribute("EP")
+    with pytest.raises(PlanError, match="known: greedy"):
+        graph.distribute("DP").balance("best")
+    with pytest.raises(PlanError, match="known: TP, CP, PP"):
+        graph.broadcast_at("DP")
+    with pytest.raises(PlanError, match="needs metadata 'patches'; known: tokens"):
+        graph.cost(cost.LengthCost(linear=1.0, column="patches"))
+    with pytest.raises(JobError, match="unknown source 'book'"):
+        DGraph.from_buffer(candidates(), TREE).mix({"book": 1})
+    with pytest.raises(PlanError, match="known: exact, random"):
+        DGraph.from_buffer(candidates(), TREE).mix([1, 1], draw="fair")
+
+
+def test_a_cost_function_is_checked() -> None:
+    graph = DGraph.from_buffer(drawn(web={"tokens": [8, 4]}), TREE).mix()
+    with pytest.raises(PlanError, match="wanted 2 numbers"):
+        graph.cost(lambda columns: np.ones(3))
+    with pytest.raises(PlanError, match="negative, infinite"):
+        graph.cost(lambda columns: -columns["tokens"])
+    with pytest.raises(PlanError, match="not available"):
+        graph.cost(cost.tokens, memory=cost.tokens)
+
+
+def test_a_sample_that_no_microbatch_can_hold_is_named() -> None:
+    buffer = drawn(web={"tokens": [8, 40]})
+    for strategy in (llm_balance, packed):
+        with pytest.raises(PlanError, match="sample web/e0/f0/r1 has 40 tokens with padding, a microbatch holds 32"):
+            strategy(buffer, TREE)
+
+
+def test_documents_are_padded_for_context_parallelism() -> None:
+    graph = DGraph.from_buffer(drawn(web={"tokens": [1, 8, 9]}), ClientPlaceTree(dp=1, cp=4))
+    assert graph.sizes().tolist() == [8, 8, 16]
+
+
+def test_a_capacity_of_ones_own_is_kept() -> None:
+    graph = DGraph.from_buffer(drawn(web={"tokens": [8] * 4}), TREE).mix().distribute("DP").balance(capacity=8)
+    assert graph.plan().n_microbatches == 2
+
+
+def test_an_empty_step_and_idle_buckets_make_a_plan() -> None:
+    assert len(llm_balance(drawn(web={"tokens": []}), TREE)) == 0
+    plan = llm_balance(drawn(web={"tokens": [5]}), ClientPlaceTree(dp=4))
+    assert np.bincount(plan.main.bucket, minlength=4).tolist() == [1, 0, 0, 0]
+
+
+def test_transformer_cost_counts_the_flops_of_its_layers() -> None:
+    dense = cost.transformer(hidden=4608, layers=45, heads=36, vocab=128_000)
+    assert dense.per_token == pytest.approx(2.41e10, rel=0.01)
+    assert dense.per_pair == pytest.approx(4.15e5, rel=0.01)
+    assert dense({"tokens": [0, 10]}).tolist() == [0.0, 10 * dense.per_token + 100 * dense.per_pair]
+    assert cost.transformer(hidden=64, layers=1, heads=4, causal=False).per_pair == 4 * 64
+    grouped = cost.transformer(hidden=64, layers=1, heads=4, kv_heads=1, ffn=0, gated=False)
+    assert grouped.per_token == 2 * (2 * 64 * 64 + 2 * 64 * 16)
+    assert dense.fingerprint != grouped.fingerprint
+    with pytest.raises(PlanError, match="heads=0"):
+        cost.transformer(hidden=64, layers=1, heads=0)
+
+
+def test_length_costs() -> None:
+    assert cost.tokens({"tokens": [3, 4]}).tolist() == [3.0, 4.0]
+    assert cost.quadratic({"tokens": [3, 4]}).tolist() == [9.0, 16.0]
+
+
+def test_constant_schedule() -> None:
+    fixed = schedule.constant({"web": 3, "code": 1})
+    assert fixed(0, {}) == fixed(99, {"loss": 1.0}) == {"web": 3.0, "code": 1.0}
+    assert schedule.by_source({"code": 1}, ["web", "code"]) == [0.0, 1.0]
+    with pytest.raises(JobError, match="all weights are zero"):
+        schedule.constant({"web": 0})
+    with pytest.raises(JobError, match="wanted 2 weights"):
+        schedule.by_source([1], ["web", "code"])

@@ -1,0 +1,202 @@
+"""Jobs that cannot run are refused when they are made, with every problem named."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overlord.errors import JobError
+from overlord.job import Batch, Job, Source, did_you_mean, mixture_problems
+from overlord.placetree import ClientPlaceTree
+from overlord.transforms.base import Tokens
+
+BATCH = Batch(samples=8, context=16)
+
+
+def job(**fields: Any) -> Job:
+    return Job(**({"name": "demo", "sources": [Source("web", "web/*.parquet")], "batch": BATCH} | fields))
+
+
+def problems(make: Any) -> list[str]:
+    with pytest.raises(JobError) as caught:
+        make()
+    return caught.value.problems
+
+
+class Rows:
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, i: int) -> Any:
+        raise IndexError(i)
+
+
+class Shards:
+    shards = 2
+
+    def fn(self, shard: int) -> Any:
+        return iter(())
+
+
+@pytest.mark.parametrize("path", ["a.parquet", Path("a"), ["a", Path("b")], ("a",), "s3://bucket/a", Rows(), Shards()])
+def test_a_source_is_files_a_dataset_or_a_factory(path: Any):
+    assert Source("web", path).name == "web"
+
+
+def test_a_source_is_the_same_however_its_paths_were_given():
+    assert Source("web", Path("a")) == Source("web", "a")
+    assert Source("web", [Path("a"), "b"]) == Source("web", ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"name": ""}, "wanted a name without '/', found ''"),
+        ({"name": "a/b"}, "wanted a name without '/'"),
+        ({"name": 3}, "wanted a name without '/', found 3"),
+        ({"path": ""}, "path: wanted files, a dataset or a factory"),
+        ({"path": None}, "path: wanted files, a dataset or a factory"),
+        ({"path": 5}, "path: wanted files, a dataset or a factory, found 5"),
+        ({"path": {"a": 1}}, "path: wanted files, a dataset or a factory"),
+        ({"path": Rows}, "path: wanted files, a dataset or a factory"),
+        ({"path": []}, "the list of files is empty"),
+        ({"path": ["a", "b", "a"]}, "a is listed twice"),
+        ({"path": ["a", Path("a")]}, "a is listed twice"),
+        ({"path": [{"text": "x"}]}, "wanted a list of paths"),
+        ({"weight": float("nan")}, "weight: wanted a finite number of at least 0, found nan"),
+        ({"weight": float("inf")}, "weight: wanted a finite number of at least 0, found inf"),
+        ({"weight": -0.5}, "weight: wanted a finite number of at least 0, found -0.5"),
+        ({"weight": "1"}, "weight: wanted a finite number of at least 0, found '1'"),
+        ({"weight": True}, "weight: wanted a finite number"),
+        ({"epochs": 0}, "epochs: wanted a whole number of at least 1, or None"),
+        ({"epochs": 1.5}, "epochs: wanted a whole number of at least 1, or None"),
+        ({"shuffle": 1}, "shuffle: wanted true or false"),
+        ({"max_bad": 0}, "max_bad: wanted a whole number of at least 1"),
+        ({"max_sample_bytes": -1}, "max_sample_bytes: wanted a whole number of at least 1"),
+        ({"format": 7}, "format: wanted the name of a format, found 7"),
+        ({"transforms": "tokens"}, "transforms: wanted a list, found str"),
+        ({"transforms": [len]}, "transforms[0]: <built-in function len> is no transform"),
+        ({"transforms": [Tokens(), Tokens]}, "transforms[1]: <class"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_refused(fields: dict[str, Any], problem: str):
+    name, path, rest = fields.get("name", "web"), fields.get("path", "a"), {k: v for k, v in fields.items() if k not in ("name", "path")}
+    (found,) = problems(lambda: Source(name, path, **rest))
+    assert problem in found
+    assert f"source {name!r}" in found
+
+
+def test_many_files_are_checked_in_no_time():
+    assert len(Source("web", [f"{i}.parquet" for i in range(200_000)]).path) == 200_000  # once quadratic: hours
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({}, "wanted exactly one of samples= and tokens="),
+        ({"samples": 1, "tokens": 1}, "wanted exactly one of samples= and tokens="),
+        ({"samples": 0}, "batch.samples: wanted a whole number of at least 1, found 0"),
+        ({"tokens": 1.5}, "batch.tokens: wanted a whole number"),
+        ({"samples": 1, "context": 0}, "batch.context: wanted a whole number of at least 1"),
+        ({"samples": 1, "microbatches": True}, "batch.microbatches: wanted a whole number of at least 1, found True"),
+        ({"samples": 1, "pad_id": -1}, "batch.pad_id: wanted a whole number of at least 0"),
+        ({"samples": 1, "layout": "square"}, "batch.layout: wanted one of packed, padded, found 'square'"),
+        ({"samples": 1, "labels": None}, "batch.labels: wanted one of shifted, unshifted, found None"),
+        ({"samples": 1, "context": 10, "pad_multiple": 4}, "batch.context: wanted a multiple of pad_multiple=4, found 10"),
+    ],
+)
+def test_a_batch_that_cannot_be_made_is_refused(fields: dict[str, Any], problem: str):
+    (found,) = problems(lambda: Batch(**({"context": 8} | fields)))
+    assert problem in found
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"dp": 0}, "place.dp: wanted a whole number of at least 1, found 0"),
+        ({"tp": 2.0}, "place.tp"),
+        ({"order": ("dp", "tp")}, "place.order: wanted each of pp, dp, cp, tp once"),
+        ({"order": 5}, "place.order"),
+        ({"order": [1, "dp", None, "tp"]}, "place.order"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
+    (found,) = problems(lambda: ClientPlaceTree(**fields))
+    assert problem in found
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"name": ""}, "name: wanted a name"),
+        ({"sources": []}, "sources: wanted at least one Source"),
+        ({"sources": None}, "sources: wanted at least one Source"),
+        ({"sources": ["web"]}, "sources[0]: wanted a Source, found 'web'"),
+        ({"sources": [Source("a", "x"), Source("b", "y"), Source("a", "z")]}, "sources: the name 'a' is used twice"),
+        ({"sources": [Source("a", "x", weight=0), Source("b", "y", weight=0.0)]}, "sources: all weights are zero"),
+        ({"batch": None}, "batch: wanted a Batch"),
+        ({"place": {"dp": 2}}, "place: wanted a ClientPlaceTree"),
+        ({"mixture": {"wbe": 1}}, "mixture: unknown source 'wbe'; did you mean 'web'?"),
+        ({"mixture": {"web": float("nan")}}, "mixture: the weight of 'web' must be a finite number"),
+        ({"mixture": {"web": 0}}, "mixture: all weights are zero"),
+        ({"mixture": 0.7}, "mixture: wanted a mapping of weights or a schedule"),
+        ({"strategy": 3}, "strategy: wanted a name or a function, found 3"),
+        ({"seed": -1}, "seed: wanted a whole number of at least 0"),
+        ({"seed": 1.0}, "seed: wanted a whole number of at least 0"),
+        ({"slice_rows": 0}, "slice_rows: wanted a whole number of at least 1"),
+        ({"chunk_bytes": "8M"}, "chunk_bytes: wanted a whole number of at least 1"),
+        ({"until": "last"}, 'until: wanted "all", "first" or a number of steps'),
+        ({"until": 0}, "until: wanted"),
+        ({"until": True}, "until: wanted"),
+        ({"draw": "fair"}, "draw: wanted one of exact, random, found 'fair'"),
+        ({"draw": "random", "batch": Batch(tokens=8, context=8)}, 'draw: "random" draws samples'),
+        ({"mix_every": "hour"}, "mix_every: wanted one of step, microbatch, epoch"),
+        ({"on_long": "drop"}, "on_long: wanted one of truncate, split, quarantine"),
+        ({"look_ahead": 2}, "look_ahead: only 1 is available"),
+        ({"overflow": "defer"}, 'overflow: only "grow" is available'),
+        ({"place": ClientPlaceTree(tp=2)}, "place: only data parallelism"),
+        ({"journal": "runs/demo"}, "journal: durability across crashes is not available"),
+    ],
+)
+def test_a_job_that_cannot_run_is_refused(fields: dict[str, Any], problem: str):
+    (found,) = problems(lambda: job(**fields))
+    assert problem in found
+
+
+def test_the_context_is_a_multiple_of_what_context_parallelism_cuts():
+    found = problems(lambda: job(place=ClientPlaceTree(cp=3), batch=Batch(samples=1, context=16)))
+    assert "batch.context: wanted a multiple of 6 (pad_multiple and cp), found 16" in found
+
+
+def test_all_problems_of_a_job_come_together():
+    found = problems(lambda: job(name="", seed=-1, until="never", on_long="x", mixture={"a": 1, "web": -1}))
+    assert [p.split(":")[0] for p in found] == ["name", "mixture", "mixture", "seed", "on_long", "until"]
+    text = str(JobError(found, "job 'demo'"))
+    assert text.startswith("job 'demo': 6 problems\n")
+    assert all(f"  - {p}" in text for p in found)
+    again = pickle.loads(pickle.dumps(JobError(found, "job 'demo'")))
+    assert (again.problems, str(again)) == (found, text)
+
+
+def test_all_problems_of_a_source_come_together():
+    assert len(problems(lambda: Source("a/b", [], weight=-1, epochs=0, shuffle=None, transforms=3))) == 6
+
+
+def test_a_good_job_reads_well_and_keeps_lists_as_tuples():
+    made = job(sources=[Source("web", "a", transforms=[Tokens()]), Source("code", "b", weight=0)], place=ClientPlaceTree(dp=4))
+    assert made.names == ("web", "code")
+    assert made.sources[0].transforms == (Tokens(),)
+    assert repr(made) == "Job('demo', 2 sources, 8 samples a step, pp1xdp4xcp1xtp1, llm_balance, seed 0)"
+    assert pickle.loads(pickle.dumps(made)) == made
+
+
+def test_a_mixture_may_leave_sources_out():
+    assert mixture_problems({"a": 1}, ["a", "b"]) == []
+
+
+def test_a_name_that_is_close_is_suggested_and_else_the_known_ones_are_listed():
+    assert did_you_mean("weigth", ["weight", "epochs"]) == "; did you mean 'weight'?"
+    assert did_you_mean("zzz", ["weight", "epochs"]) == "; known: epochs, weight"

@@ -1,0 +1,309 @@
+"""Jobs as YAML: the same job back, and every problem of a file at once, each under its key."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from overlord import jobfile
+from overlord.errors import JobError
+from overlord.job import DRAWS, LABELS, LAYOUTS, MIX_EVERY, ON_LONG, Batch, Job, Source
+from overlord.jobfile import read_job, register_function, write_job
+from overlord.placetree import ClientPlaceTree
+from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
+from overlord.transforms.text import Tokenize
+
+EXAMPLE = """
+name: demo
+sources:
+  - {name: web, path: "web/*.parquet", weight: 0.7, transforms: [{tokenize: {tokenizer: tokenizer.json, text: text}}]}
+  - name: code
+    path: [/data/a.jsonl, "s3://bucket/code"]
+    weight: 3e-1
+    epochs: null
+    transforms: [{filter: {fn: clean}}, {meta: {name: stars, column: stars}}, tokens]
+place: {dp: 4}
+batch: {samples: 256, microbatches: 4, context: 8192}
+"""
+
+
+def clean(columns: dict[str, Any]) -> Any:
+    return columns["n"] > 0
+
+
+def random_row(row: dict[str, Any], rng: Any) -> dict[str, Any]:
+    return row
+
+
+@pytest.fixture(autouse=True)
+def functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobfile, "_functions", {})
+    register_function("clean", clean)
+    register_function("random row", random_row)
+
+
+def read(text: str, folder: Path) -> Job:
+    (folder / "job.yaml").write_text(text, encoding="utf-8")
+    return read_job(folder / "job.yaml")
+
+
+def problems(text: str, folder: Path) -> list[str]:
+    with pytest.raises(JobError) as caught:
+        read(text, folder)
+    assert caught.value.where == str(folder / "job.yaml")
+    return caught.value.problems
+
+
+def test_a_file_says_what_python_says(tmp_path: Path):
+    web = Source("web", str(tmp_path / "web/*.parquet"), weight=0.7, transforms=[Tokenize(tmp_path / "tokenizer.json")])
+    code = Source(
+        "code", ["/data/a.jsonl", "s3://bucket/code"], weight=0.3, epochs=None, transforms=[Filter(clean), Meta("stars", "stars"), Tokens()]
+    )
+    wanted = Job(name="demo", sources=[web, code], place=ClientPlaceTree(dp=4), batch=Batch(samples=256, microbatches=4, context=8192))
+    assert read(EXAMPLE, tmp_path) == wanted
+    assert Job.from_yaml(tmp_path / "job.yaml") == wanted
+
+
+def test_sources_may_be_a_mapping(tmp_path: Path):
+    job = read("{name: x, batch: {tokens: 9, context: 9}, sources: {b: {path: /b}, a: {path: /a, weight: 2}}}", tmp_path)
+    assert job.sources == (Source("b", "/b"), Source("a", "/a", weight=2))
+
+
+def test_paths_are_relative_to_the_file_wherever_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "job.yaml").write_text(EXAMPLE)
+    monkeypatch.chdir(tmp_path)
+    job = read_job("jobs/job.yaml")
+    assert job.sources[0].path == str(tmp_path / "jobs" / "web/*.parquet")
+    assert job.sources[0].transforms[0].tokenizer == str(tmp_path / "jobs" / "tokenizer.json")
+
+
+def test_only_what_differs_from_the_defaults_is_written(tmp_path: Path):
+    job = Job(name="demo", sources=[Source("web", "/web/*.parquet", transforms=[Tokens()])], batch=Batch(samples=8, context=16))
+    assert write_job(job) == (
+        "name: demo\nsources:\n- name: web\n  path: /web/*.parquet\n  transforms:\n  - tokens: {}\nbatch:\n  samples: 8\n  context: 16\n"
+    )
+    assert job.to_yaml() == write_job(job)
+
+
+def test_relative_paths_are_written_so_that_they_mean_the_same_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    job = Job(name="x", sources=[Source("a", ["b/*.arrow", "gs://c/d"])], batch=Batch(samples=1, context=1))
+    (tmp_path / "elsewhere").mkdir()
+    assert read(write_job(job), tmp_path / "elsewhere").sources[0].path == (str(tmp_path / "b/*.arrow"), "gs://c/d")
+
+
+def test_every_problem_of_a_file_comes_at_once_under_its_key(tmp_path: Path):
+    found = problems(
+        """
+name: ""
+sources:
+  - {name: a, path: x, weigth: 2, transforms: [{tokenise: {}}, {tokenize: {text: 5}}, {select: []}]}
+  - {name: b, weight: -1, path: 7}
+  - {name: c, path: x, weight: .nan, epochs: 0, transforms: tokens}
+  - 12
+  - {name: b, path: y}
+batch: {samples: 0, contxt: 9}
+place: {dp: 0, order: [dp]}
+mixture: {a: 1, q: 2}
+on_long: drop
+speed: 9
+seed: 1.5
+""",
+        tmp_path,
+    )
+    assert sorted(found) == sorted([
+        "name: wanted a name, found ''",
+        "sources[0].weigth: unknown; did you mean 'weight'?",
+        "sources[0].transforms[0].tokenise: unknown; did you mean 'tokenize'?",
+        "sources[0].transforms[1].tokenize.tokenizer: missing",
+        "sources[0].transforms[1].tokenize.text: wanted a name, found 5",
+        "sources[0].transforms[2].select.columns: wanted at least one",
+        "sources[1].path: wanted a path or a list of paths, found 7",
+        "sources[1].weight: wanted a finite number of at least 0, found -1",
+        "sources[2].transforms: wanted a list, found 'tokens'",
+        "sources[2].weight: wanted a finite number of at least 0, found nan",
+        "sources[2].epochs: wanted a whole number of at least 1, or None for ever, found 0",
+        "sources[3]: wanted a mapping, found 12",
+        "sources: the name 'b' is used twice",
+        "batch.contxt: unknown; did you mean 'context'?",
+        "batch.samples: wanted a whole number of at least 1, found 0",
+        "batch.context: wanted a whole number of at least 1, found 0",
+        "place.dp: wanted a whole number of at least 1, found 0",
+        "place.order: wanted each of pp, dp, cp, tp once, found ['dp']",
+        "mixture: unknown source 'q'; known: a, b, c, sources[3]",
+        "on_long: wanted one of truncate, split, quarantine, found 'drop'",
+        "speed: unknown; did you mean 'seed'?",
+        "seed: wanted a whole number of at least 0, found 1.5",
+    ])  # fmt: skip
+
+
+def test_what_must_be_there_is_named(tmp_path: Path):
+    assert problems("seed: 3", tmp_path) == ["name: missing", "sources: missing", "batch: missing"]
+    assert problems("{name: x, batch: {samples: 1, context: 1}, sources: {a: {weight: 1}}}", tmp_path) == ["sources.a.path: missing"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "wanted a mapping with name, sources and batch, found nothing"),
+        ("- 1", "wanted a mapping"),
+        ("a: [", "is no YAML"),
+        ("a: !!python/object/apply:os.getcwd []", "is no YAML: could not determine a constructor"),
+        ("[" * 1500, "is no YAML"),
+        ("a: &x [*x]", "a: unknown"),
+    ],
+)
+def test_a_file_that_is_no_job_is_named(text: str, problem: str, tmp_path: Path):
+    assert problem in problems(text, tmp_path)[0]
+
+
+def test_a_key_twice_is_a_problem_of_its_own(tmp_path: Path):
+    found = problems(EXAMPLE + "seed: 1\nplace: {dp: 2, dp: 3}\nseed: 2\n", tmp_path)
+    assert found == [
+        "place: given twice, the second time in line 13",
+        "seed: given twice, the second time in line 14",
+        "dp: given twice, the second time in line 13",
+    ]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
+    with pytest.raises(JobError, match="No such file"):
+        read_job(tmp_path / "none.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9")
+    with pytest.raises(JobError, match="is not UTF-8"):
+        read_job(tmp_path / "latin.yaml")
+
+
+def test_words_are_words_and_numbers_numbers(tmp_path: Path):
+    job = read(
+        "{name: no, batch: {samples: 1, context: 1}, sources: [{name: 2024-01-01, path: /x, weight: 1e-3}, {name: on, path: /x}]}", tmp_path
+    )
+    assert (job.name, job.names, job.sources[0].weight) == ("no", ("2024-01-01", "on"), 0.001)
+
+
+def test_functions_come_from_the_registry_only(tmp_path: Path):
+    head = "{name: x, batch: {samples: 1, context: 1}, sources: {a: {path: /x, transforms: [%s]}}}"
+    assert problems(head % "{map: {fn: os.getcwd}}", tmp_path) == [
+        "sources.a.transforms[0].map.fn: no function is registered as 'os.getcwd' (known: clean, random row); "
+        "call ov.register_function first"
+    ]
+    assert problems(head % "{meta: {name: m, fn: clean, column: c}}", tmp_path) == [
+        "sources.a.transforms[0].meta: wanted exactly one of column and fn"
+    ]
+    assert problems(head % "{map: {fn: clean, rng: true}}", tmp_path) == [
+        "sources.a.transforms[0].map.rng: a random Map works row by row; add rows=True"
+    ]
+    assert read(head % "{meta: {name: m, fn: clean}}", tmp_path).sources[0].transforms == (Meta("m", clean),)
+
+
+def test_a_registered_name_keeps_its_function():
+    assert register_function("clean", clean) is clean
+    with pytest.raises(JobError, match=r"stands for .*clean already"):
+        register_function("clean", random_row)
+    with pytest.raises(JobError, match="wanted a name and a function"):
+        register_function("", clean)
+
+
+def test_what_is_code_cannot_be_written():
+    sources = [
+        Source("a", "/x", transforms=[Map(lambda c: c), Filter(clean)]),
+        Source("b", [1, 2][:0] or "/y", transforms=[Meta("m", len)]),
+    ]
+    job = Job(name="x", sources=sources, batch=Batch(samples=1, context=1), strategy=clean, mixture=clean)
+    with pytest.raises(JobError) as caught:
+        write_job(job)
+    assert [p.split(":")[0] for p in caught.value.problems] == [
+        "sources[0].transforms[0]",
+        "sources[1].transforms[0]",
+        "mixture",
+        "strategy",
+    ]
+
+
+# Laws
+
+names = st.text(st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="/\x85"), min_size=1, max_size=8) | st.sampled_from(
+    ["no", "1e-3", "~", "0x1", "007", "<<", "=", "null", "-", "1:30", "!a", "&a", "a: b", "#", ".nan"]
+)
+some_paths = st.builds(lambda n: "/data/" + n, names.filter(lambda n: n not in (".", ".."))) | st.just("s3://bucket/x*.parquet")
+weights = st.floats(1e-300, 1e300) | st.integers(1, 2**70)
+tokens = st.none() | names | st.integers(0, 2**31 - 1)
+transforms = st.one_of(
+    st.builds(Tokenize, some_paths, names, add_special_tokens=st.booleans(), bos=tokens, eos=tokens),
+    st.builds(Tokens, names),
+    st.builds(Map, st.just(clean), rows=st.just(True), rng=st.booleans(), holds_lock=st.booleans()),
+    st.builds(Filter, st.sampled_from([clean, random_row]), rows=st.booleans()),
+    st.lists(names, min_size=1, max_size=3, unique=True).map(lambda c: Select(*c)),
+    st.builds(Meta, names.map(lambda n: "m" + n), names | st.just(clean)),
+)
+sources = st.builds(
+    Source, names, some_paths | st.lists(some_paths, min_size=1, max_size=3, unique=True),
+    transforms=st.lists(transforms, max_size=3), weight=weights, format=st.none() | names,
+    epochs=st.none() | st.integers(1, 9), shuffle=st.booleans(), max_bad=st.integers(1, 999),
+)  # fmt: skip
+shape = {
+    "microbatches": st.integers(1, 9),
+    "context": st.integers(1, 9999),
+    "layout": st.sampled_from(LAYOUTS),
+    "labels": st.sampled_from(LABELS),
+    "pad_id": st.integers(0, 9),
+}
+batches = st.builds(Batch, samples=st.integers(1, 10**6), **shape)
+places = st.builds(ClientPlaceTree, dp=st.integers(1, 64), order=st.permutations(("pp", "dp", "cp", "tp")))
+jobs = st.builds(
+    Job, name=names, sources=st.lists(sources, min_size=1, max_size=4, unique_by=lambda s: s.name), batch=batches, place=places,
+    strategy=names, seed=st.integers(0, 2**70), until=st.sampled_from(["all", "first"]) | st.integers(1, 99), draw=st.sampled_from(DRAWS),
+    mix_every=st.sampled_from(MIX_EVERY), on_long=st.sampled_from(ON_LONG), slice_rows=st.integers(1, 999),
+)  # fmt: skip
+law = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+@law
+@given(jobs, st.data())
+def test_a_job_that_is_written_and_read_is_the_same_job(tmp_path: Path, job: Job, data: st.DataObject):
+    mixture = data.draw(st.none() | st.dictionaries(st.sampled_from(job.names), weights, min_size=1))
+    job = replace(job, mixture=mixture)
+    assert read(write_job(job), tmp_path) == job
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=3), x, max_size=3),
+    max_leaves=4,
+)
+
+
+WHOLE = """
+{name: x, place: {dp: 1, order: [pp, dp, cp, tp]}, batch: {samples: 1, context: 1}, mixture: {a: 1}, seed: 0, strategy: packed, sources: [
+  {name: a, path: /x, weight: 1, format: null, transforms: [
+    {tokenize: {tokenizer: t, bos: 1}}, {map: {fn: clean}}, {meta: {name: n, column: m}}, {select: [a]}, {tokens: {column: c}}]}]}
+"""
+
+
+@law
+@given(st.data())
+def test_whatever_stands_in_a_file_is_a_job_or_a_job_error(tmp_path: Path, data: st.DataObject):
+    plain = yaml.safe_load(WHOLE)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at: Any = plain
+        while isinstance(at, (dict, list)) and at:
+            key = data.draw(st.sampled_from(sorted(at, key=str)) if isinstance(at, dict) else st.integers(0, len(at) - 1))
+            if not isinstance(at[key], (dict, list)) or not at[key] or data.draw(st.booleans()):
+                at[key] = data.draw(anything)
+                break
+            at = at[key]
+    try:
+        job = read(yaml.safe_dump(plain), tmp_path)
+    except JobError as refused:
+        found = refused.problems
+    else:
+        found = ["none"]
+        assert read(write_job(job), tmp_path) == job
+    assert found, "a refusal says why"

@@ -1,0 +1,83 @@
+import pickle
+
+import numpy as np
+import pytest
+
+from overlord.errors import JobError, SourceError
+from overlord.sources.dataset import Factory
+from overlord.sources.index import build_index
+from tests.reading import read_all
+
+
+class Squares:
+    def __init__(self, n, fail=()):
+        self.n, self.fail = n, fail
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        if i in self.fail:
+            raise KeyError(f"no {i}")
+        return {"x": i, "sq": np.arange(i % 3)} if i % 10 != 9 else [i]
+
+
+def test_a_dataset_is_cut_into_chunks_of_sixteen_slices(tmp_path):
+    everything = read_all(Squares(100, fail={3}), slice_rows=2, columns=("x",))
+    assert everything.index.chunks.start.tolist() == [0, 32, 64, 96]
+    assert everything.ids == [(0, i) for i in range(100)]
+    assert everything.index.rows == 100
+    assert [r["x"] for r in everything.rows] == [i for i in range(100) if i % 10 != 9 and i != 3]
+    reasons = dict(everything.reasons)
+    assert reasons[3] == "the dataset raised KeyError: 'no 3'"
+    assert reasons[9] == "wanted a dict, found list"
+
+
+def test_a_list_of_dicts_and_arrays_as_values_will_do():
+    rows = [{"x": np.array([1, 2])}, {"x": np.array([], np.int64)}, {"x": np.array([3])}]
+    assert [r["x"] for r in read_all(rows).rows] == [[1, 2], [], [3]]
+
+
+def test_an_empty_dataset_is_an_error():
+    with pytest.raises(SourceError, match="any row"):
+        read_all(Squares(0))
+
+
+def test_a_dataset_that_changed_is_noticed():
+    data = Squares(5)
+    index = build_index("d", data)
+    assert index.fingerprint != build_index("d", Squares(6)).fingerprint
+    assert index.fingerprint == build_index("d", Squares(5)).fingerprint
+
+
+def rows_of(shard):
+    return ({"x": shard * 100 + i} if i != 1 else "text" for i in range(3 * shard))
+
+
+def test_a_factory_has_a_chunk_per_shard_and_an_empty_shard_is_one_bad_row():
+    everything = read_all(Factory(rows_of, shards=3), slice_rows=2)
+    assert everything.ids == [(0, 0), (1, 0), (1, 1), (1, 2), *((2, i) for i in range(6))]
+    assert [r["x"] for r in everything.rows] == [100, 102, 200, 202, 203, 204, 205]
+    assert [reason for _, reason in everything.reasons] == ["the shard has no rows", "wanted a dict, found str", "wanted a dict, found str"]
+
+
+def test_a_factory_that_raises_is_an_error_with_its_place():
+    def broken(shard):
+        yield {"x": 1}
+        raise RuntimeError("boom")
+
+    with pytest.raises(SourceError, match="raised at row 1 of shard 0: RuntimeError: boom"):
+        read_all(Factory(broken))
+
+
+def test_a_factory_is_checked_and_pickles():
+    with pytest.raises(JobError, match="shards: wanted"):
+        Factory(rows_of, shards=0)
+    with pytest.raises(JobError, match="fn: wanted a function"):
+        Factory(3)
+    assert pickle.loads(pickle.dumps(Factory(rows_of, 2, "v1"))) == Factory(rows_of, 2, "v1")
+
+
+def test_what_is_neither_files_nor_dataset_is_an_error():
+    with pytest.raises(SourceError, match="wanted files, a dataset or a factory, found int"):
+        build_index("d", 7)

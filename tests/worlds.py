@@ -1,0 +1,127 @@
+"""Small random jobs over real files: the worlds in which the laws of the stream are tried."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+import overlord as ov
+from tests.corpus import FORMATS, write_rows
+
+
+def decode(row: dict[str, Any]) -> dict[str, Any]:
+    """Members of a tar are bytes; the token ids stand in one as JSON."""
+    value = row["tokens"]
+    return {**row, "tokens": json.loads(value) if isinstance(value, (bytes, str)) else value, "n": int(row["n"])}
+
+
+def even(columns: dict[str, Any]) -> list[bool]:
+    return [int(n) % 2 == 0 for n in columns["n"]]
+
+
+def only_odd(row: dict[str, Any]) -> bool:
+    return row["n"] % 3 != 1
+
+
+def picky(row: dict[str, Any]) -> dict[str, Any]:
+    """Fails on some rows, always the same ones."""
+    if row["n"] % 7 == 3:
+        raise ValueError(f"row {row['n']} is not to my liking")
+    return row
+
+
+class Rows:
+    """A map-style dataset."""
+
+    def __init__(self, rows: list[dict[str, Any]]):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.rows[i]
+
+
+class Shard:
+    """A factory's function: the rows of a shard, the same every time."""
+
+    def __init__(self, rows: list[dict[str, Any]], shards: int):
+        self.rows, self.shards = rows, shards
+
+    def __call__(self, shard: int) -> Any:
+        return iter(self.rows[shard :: self.shards])
+
+
+@dataclass(frozen=True)
+class World:
+    """How to make a job and its files; Hypothesis shrinks this and prints it."""
+
+    seed: int
+    sources: tuple[tuple[str, int, int, float, int | None, bool, str], ...]  # format, rows, files, weight, epochs, shuffle, extra
+    fields: tuple[tuple[str, Any], ...]
+    batch: tuple[tuple[str, Any], ...]
+    dp: int
+
+    def job(self, directory: str | Path, **changes: Any) -> ov.Job:
+        sources = [self._source(Path(directory), i, *spec) for i, spec in enumerate(self.sources)]
+        settings = {
+            "name": "world", "sources": sources, "batch": ov.Batch(**dict(self.batch)), "place": ov.ClientPlaceTree(dp=self.dp),
+            "seed": self.seed, **dict(self.fields),
+        }  # fmt: skip
+        return ov.Job(**{**settings, **changes})
+
+    def _source(self, directory: Path, i: int, format: str, n: int, files: int, weight: float, epochs: int | None, shuffle: bool, extra: str) -> ov.Source:
+        rng = random.Random(f"{self.seed}/{i}")
+        rows = [{"n": k, "tokens": [rng.randrange(500) for _ in range(rng.choice((1, 3, 8, 20, 45)))]} for k in range(n)]
+        if extra == "empty":
+            for k in range(0, n, 5):
+                rows[k]["tokens"] = []
+        transforms: list[Any] = [ov.Map(decode, rows=True)] if format == "tar" else []
+        transforms += {"even": [ov.Filter(even)], "odd": [ov.Filter(only_odd, rows=True)], "picky": [ov.Map(picky, rows=True)]}.get(extra, [])
+        transforms.append(ov.Tokens("tokens"))
+        path: Any
+        if format == "dataset":
+            path = Rows(rows)
+        elif format == "factory":
+            path = ov.Factory(Shard(rows, files), shards=files, fingerprint=f"world {self.seed} {i}")
+        else:
+            path = write_rows(directory / f"s{i}", format, rows, files=files, row_group_size=7, batch_rows=5)
+        return ov.Source(f"s{i}", path, transforms=transforms, weight=weight, epochs=epochs, shuffle=shuffle)
+
+
+@st.composite
+def worlds(draw: st.DrawFn, *, formats: tuple[str, ...] = (*FORMATS, "dataset", "factory"), endless: bool = True, batches: str = "both") -> World:
+    n = draw(st.integers(1, 4))
+    epochs = st.sampled_from((1, 2, 3, None) if endless else (1, 2, 3))
+    sources = tuple(
+        (
+            draw(st.sampled_from(formats)), draw(st.integers(4, 40)), draw(st.integers(1, 3)), draw(st.sampled_from((0.1, 0.25, 1.0, 3.0))),
+            draw(epochs), draw(st.booleans()) or draw(st.booleans()), draw(st.sampled_from(("", "", "even", "odd", "picky", "empty"))),
+        )
+        for _ in range(n)
+    )  # fmt: skip
+    until: Any = draw(st.sampled_from(("all", "first", 5)))
+    if until != 5 and any(s[4] is None for s in sources):
+        until = 7
+    fields = (
+        ("until", until), ("shuffle_chunks", draw(st.integers(1, 4))), ("slice_rows", draw(st.integers(1, 9))),
+        ("chunk_bytes", draw(st.sampled_from((64, 300, 5000)))), ("on_long", draw(st.sampled_from(("truncate", "split", "quarantine")))),
+        ("mix_every", draw(st.sampled_from(("step", "microbatch")))),
+    )  # fmt: skip
+    in_samples = batches == "samples" or (batches == "both" and draw(st.booleans()))
+    size = ("samples", draw(st.integers(1, 24))) if in_samples else ("tokens", draw(st.integers(5, 300)))
+    if in_samples:
+        fields += (("draw", draw(st.sampled_from(("exact", "exact", "random")))),)
+    batch = (size, ("microbatches", draw(st.integers(1, 3))), ("context", draw(st.sampled_from((32, 64)))))
+    return World(draw(st.integers(0, 1000)), sources, fields, batch, draw(st.integers(1, 3)))
+
+
+def folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="overlord-world-")
