@@ -3,7 +3,7 @@
     python benchmarks/planning.py [--seeds 3] [--repeat 7] [--strategy llm_balance] [--json]
 
 CPU time of this process (best and median of the repeats). Lengths are log-normal, cut at the context: median 665 tokens,
-mean about 1,400, 5 % above 4,800. ``excess`` is the heaviest rank over the bound that no placement can pass, the larger
+mean about 1,300, 5 % above 4,800. ``excess`` is the heaviest rank over the bound that no placement can pass, the larger
 of the mean and the dearest sample.
 """
 

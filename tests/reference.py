@@ -147,8 +147,11 @@ def item(dataset: Any, i: int) -> Any:
 def chunks_of_file(job: Job, source: Source, name: str) -> list[list[Row]]:
     with open(name, "rb") as f:
         data = f.read()
-    if not data:
-        return [[(0, None)]]
+    chunks = chunks_of_bytes(job, source, name, data) if data else []
+    return chunks if any(chunks) or name.endswith(".jsonl") and data else [[(0, None)]]
+
+
+def chunks_of_bytes(job: Job, source: Source, name: str, data: bytes) -> list[list[Row]]:
     kind = source.format or name.removesuffix(".gz").removesuffix(".zst").rsplit(".", 1)[-1]
     if kind in ("parquet", "pq"):
         import pyarrow.parquet as pq

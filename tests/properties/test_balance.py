@@ -269,8 +269,13 @@ def test_a_registered_method_places_and_one_that_breaks_the_capacity_is_overrule
 
 @pytest.mark.parametrize(
     ("answer", "said"),
-    [(np.zeros(2, int), "wanted 3 whole numbers"), (np.zeros(3), "whole numbers"), (np.array([0, 1, 2]), "0..1"), (np.full(3, -1), "without a bin")],
-)  # fmt: skip
+    [
+        (np.zeros(2, int), "wanted 3 whole numbers"),
+        (np.zeros(3), "whole numbers"),
+        (np.array([0, 1, 2]), "0..1"),
+        (np.full(3, -1), "without a bin"),
+    ],
+)
 def test_a_method_that_answers_nonsense_is_named(answer: np.ndarray, said: str) -> None:
     register_balance("test_nonsense", lambda costs, n_bins, capacity, sizes: answer)
     with pytest.raises(PlanError, match=said):

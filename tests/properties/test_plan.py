@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
@@ -119,10 +120,8 @@ def test_bytes_that_end_early_are_refused_wherever_they_end() -> None:
 def test_a_flipped_byte_gives_a_plan_or_a_plan_error_and_nothing_else(at: int, mask: int) -> None:
     damaged = bytearray(BYTES)
     damaged[at] ^= mask
-    try:
+    with contextlib.suppress(PlanError):
         LoadingPlan.from_bytes(bytes(damaged)).validate()
-    except PlanError:
-        pass
 
 
 @given(st.binary(max_size=200))

@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
-FEW_BINS = 32  # below this a heap step per item is cheaper than numpy rounds (measured: they meet at 30 to 60 bins)
+FEW_BINS = 24  # below this a heap step per item is cheaper than numpy rounds (measured with 16 and 64 items a bin)
 NOWHERE = -1  # the bin of an item that found no room
 
 
@@ -57,7 +57,7 @@ def lpt(costs: np.ndarray, n_bins: int, capacity: int = 0, sizes: np.ndarray | N
     place = _by_heap if n_bins < FEW_BINS else _by_rounds
     ranked = np.concatenate([place(c[:n], loads), np.arange(len(c) - n, dtype=np.int32) % np.int32(n_bins)])
     bins[order] = ranked
-    # Where the free choice keeps the capacity it is also the choice under the capacity, at a third of the price.
+    # Where the free choice keeps the capacity it is also the choice under the capacity, and cheaper to find.
     if capacity and sizes is not None and len(c) and np.bincount(bins, weights=sizes, minlength=n_bins).max() > capacity:
         loads = np.zeros(n_bins) if start is None else np.array(start, np.float64)
         room = np.full(n_bins, capacity, np.int64)
@@ -115,7 +115,7 @@ def _by_rounds_with_room(c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: 
     """As ``_by_rounds``, over the bins that have room for the round's first item.
 
     A fuller bin may have room for a smaller item of the same round and be lighter; it waits for the next round. Ending the
-    round there instead took 16 times as many rounds (262k items, levelled) for an equal result.
+    round there instead took 16 times as many rounds (262k items, levelled) and won 0.03 percent.
     """
     bins, at = np.full(len(c), NOWHERE, np.int32), 0
     smallest = np.minimum.accumulate(s[::-1])[::-1]

@@ -1,0 +1,169 @@
+"""The demonstration's corpus on disk: six sources in six formats, a tokenizer trained on them, and the job as a file.
+
+Made once and kept: a stamp beside the files says what they were made from, and a run that wants the same uses them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import platform
+import tarfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from overlord.demo.texts import KINDS, texts_of
+from overlord.errors import OverlordError, TransformError
+from overlord.job import Batch, Job, Source
+from overlord.placetree import ClientPlaceTree
+from overlord.transforms.text import Tokenize
+
+END = "<|end|>"
+TRAINING_CHARS = 2_000_000  # a third of the corpus; more costs seconds and moves few merges
+FILES = 3  # of every source
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How large a demonstration: what the corpus is made from, and the job that runs over it."""
+
+    seed: int = 7
+    rows: int = 10_000  # of one source, at most
+    vocab: int = 8192
+    ranks: int = 4
+    samples: int = 128
+    context: int = 8192
+    microbatches: int = 2
+
+
+def make_corpus(out: Path, shape: Shape, say: Say) -> bool:
+    """Writes corpus and tokenizer under ``out``; False if they were there already."""
+    stamp = {"version": 1, "seed": shape.seed, "rows": shape.rows, "vocab": shape.vocab, "python": platform.python_version()}
+    mark = out / "corpus" / "made-from.json"
+    if mark.is_file() and _read_json(mark) == stamp and (out / "tokenizer.json").is_file():
+        return False
+    try:
+        mark.unlink(missing_ok=True)  # until all is written, nothing is there
+        training: list[str] = []
+        for kind in KINDS:
+            say(f"writing {kind.name}: {kind.what}, as {kind.format}")
+            texts = texts_of(kind, shape.seed, shape.rows)
+            if not texts:
+                raise OverlordError(f"the demonstration finds no text for {kind.name!r}: this Python has no {kind.what} in its library folder")
+            write_texts(out / "corpus" / kind.name, kind.format, kind.column, texts)
+            training += _some(texts, TRAINING_CHARS // len(KINDS))
+        say(f"training a tokenizer of {shape.vocab} tokens")
+        (out / "tokenizer.json").write_text(train_tokenizer(training, shape.vocab), encoding="utf-8")
+        mark.write_text(json.dumps(stamp), encoding="utf-8")
+    except OSError as fault:
+        raise cannot_write(out, fault) from fault
+    return True
+
+
+def make_job(out: Path, shape: Shape) -> Job:
+    sources = [
+        Source(
+            kind.name, str(out / "corpus" / kind.name / f"*.{kind.format}"), weight=kind.weight, epochs=None,
+            transforms=[Tokenize(str(out / "tokenizer.json"), text=kind.column, eos=END)],
+        )
+        for kind in KINDS
+    ]  # fmt: skip
+    batch = Batch(samples=shape.samples, microbatches=shape.microbatches, context=shape.context)
+    return Job(name="demo", sources=sources, batch=batch, place=ClientPlaceTree(dp=shape.ranks), seed=shape.seed)
+
+
+def later_mixture() -> dict[str, float]:
+    """What the demonstration changes the mixture to, half way through."""
+    return {kind.name: kind.later for kind in KINDS}
+
+
+def cannot_write(out: Path, fault: OSError) -> OverlordError:
+    return OverlordError(f"cannot write to {out}: {fault.strerror or fault}; choose another folder with --out")
+
+
+def train_tokenizer(texts: Sequence[str], vocab: int) -> str:
+    """A byte-level BPE as the text of a tokenizer.json."""
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as fault:
+        raise TransformError("", "Tokenize", "the package tokenizers is not installed", "pip install 'overlord[text]'") from fault
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return str(tokenizer.to_str())
+
+
+def write_texts(folder: Path, format: str, column: str, texts: Sequence[str]) -> None:
+    """The texts as ``FILES`` files of one format, in order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    share = -(-len(texts) // FILES)
+    for k in range(FILES):
+        part = texts[k * share : (k + 1) * share] or texts[:1]
+        _WRITERS[format](folder / f"part-{k}.{format}", column, part)
+
+
+def _write_lines(path: Path, column: str, texts: Sequence[str]) -> None:
+    data = "".join(json.dumps({column: text}, ensure_ascii=False) + "\n" for text in texts).encode()
+    if path.suffix == ".gz":
+        data = gzip.compress(data, mtime=0)
+    elif path.suffix == ".zst":
+        import pyarrow as pa
+
+        data = pa.Codec("zstd").compress(data, asbytes=True)
+    path.write_bytes(data)
+
+
+def _write_parquet(path: Path, column: str, texts: Sequence[str]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({column: list(texts)}), path, row_group_size=256)
+
+
+def _write_arrow(path: Path, column: str, texts: Sequence[str]) -> None:
+    import pyarrow as pa
+
+    table = pa.table({column: list(texts)})
+    with pa.ipc.new_file(str(path), table.schema) as out:
+        out.write_table(table, max_chunksize=128)
+
+
+def _write_tar(path: Path, column: str, texts: Sequence[str]) -> None:
+    with tarfile.open(path, "w") as out:
+        for i, text in enumerate(texts):
+            data = text.encode()
+            info = tarfile.TarInfo(f"{i:06d}.{column}")
+            info.size = len(data)
+            out.addfile(info, io.BytesIO(data))
+
+
+_WRITERS: dict[str, Callable[[Path, str, Sequence[str]], None]] = {
+    "jsonl": _write_lines, "jsonl.gz": _write_lines, "jsonl.zst": _write_lines,
+    "parquet": _write_parquet, "arrow": _write_arrow, "tar": _write_tar,
+}  # fmt: skip
+
+
+def _some(texts: Sequence[str], chars: int) -> list[str]:
+    """Texts from the front, ``chars`` of them all together, none so long that it fills the share alone."""
+    out: list[str] = []
+    for text in texts:
+        out.append(text[: chars // 10])
+        chars -= len(out[-1])
+        if chars <= 0:
+            break
+    return out
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # an unreadable stamp is none

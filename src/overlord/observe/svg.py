@@ -1,0 +1,211 @@
+"""Small plots as inline SVG text: no library, no script, colours from the page's CSS variables so that dark mode works.
+
+Series colours are ``var(--s0)`` to ``var(--s5)``; text is always ink, never the colour of a series. Every mark has a
+``<title>``, which browsers show on hover and read aloud.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+WIDTH = 860
+LABEL_GAP = 15  # pixels between two labels at the end of lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Line:
+    """One series over x. ``wanted`` is drawn dashed behind it, in the same colour."""
+
+    label: str
+    color: str
+    y: np.ndarray
+    wanted: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ridge:
+    """One row of a histogram plot."""
+
+    label: str
+    note: str
+    color: str
+    values: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Panel:
+    """One group of bars; each bar a stack."""
+
+    label: str
+    note: str
+    color: str
+    stacks: np.ndarray  # [bar, segment]
+
+
+def series_color(i: int) -> str:
+    return f"var(--s{i % 6})"
+
+
+def lines(
+    x: np.ndarray, series: Sequence[Line], *, about: str, x_label: str, y_label: str, y_from: float, y_to: float,
+    show: Callable[[float], str], marks: Sequence[tuple[float, str]] = (), height: int = 300,
+) -> str:  # fmt: skip
+    """Lines with their names at their ends; ``marks`` are vertical lines with a word."""
+    left, right, top, bottom = 56, 130, 26, 40
+    sx = _scale(float(x[0]), float(x[-1]), left, WIDTH - right)
+    sy = _scale(y_from, y_to, height - bottom, top)
+    out = [_text(left - 48, top - 12, y_label, "label")]
+    for tick in _ticks(y_from, y_to, 5):
+        out.append(_rule(left, sy(tick), WIDTH - right, sy(tick), "grid"))
+        out.append(_text(left - 8, sy(tick) + 4, show(tick), "tick", "end"))
+    for tick in _ticks(float(x[0]), float(x[-1]), 8):
+        if tick == int(tick):
+            out.append(_text(sx(tick), height - bottom + 18, f"{int(tick)}", "tick", "middle"))
+    out.append(_text((left + WIDTH - right) / 2, height - 4, x_label, "label", "middle"))
+    for at, word in marks:
+        out.append(_rule(sx(at), top, sx(at), height - bottom, "mark"))
+        out.append(_text(sx(at) + 5, top + 4, word, "tick"))
+    for s in series:
+        if s.wanted is not None:
+            out.append(_path(sx, sy, x, s.wanted, s.color, f"{s.label}, wanted", "wanted"))
+    for s in series:
+        out.append(_path(sx, sy, x, s.y, s.color, s.label, "line"))
+    out += _end_labels(series, sy, WIDTH - right, top, height - bottom)
+    return _svg(height, about, out)
+
+
+def ridges(rows: Sequence[Ridge], *, about: str, x_label: str, limit: float, limit_label: str) -> str:
+    """Histograms of positive values over a logarithmic axis, one row each, every row to its own height."""
+    left, right, top, each, bottom = 110, 150, 24, 58, 44
+    height = top + each * len(rows) + bottom
+    highest = max(limit, *(float(r.values.max(initial=1)) for r in rows))
+    edges = np.arange(0.0, math.log2(highest) + 0.5, 0.5)
+    edges = np.append(edges, edges[-1] + 0.5) if edges[-1] <= math.log2(highest) else edges
+    sx = _scale(0.0, float(edges[-1]), left, WIDTH - right)
+    out: list[str] = []
+    for power in range(0, int(edges[-1]) + 1, 2):
+        out.append(_rule(sx(power), top, sx(power), height - bottom, "grid"))
+        out.append(_text(sx(power), height - bottom + 18, f"{2**power:,}", "tick", "middle"))
+    for k, row in enumerate(rows):
+        base = top + each * (k + 1)
+        out += _ridge(row, edges, sx, base, each - 12)
+        out.append(_text(left - 12, base - 12, row.label, "name", "end"))
+        out.append(_text(WIDTH - right + 12, base - 12, row.note, "tick"))
+        out.append(_rule(left, base, WIDTH - right, base, "axis"))
+    out.append(_rule(sx(math.log2(limit)), top - 6, sx(math.log2(limit)), height - bottom, "bound"))
+    out.append(_text(sx(math.log2(limit)) - 5, top - 10, limit_label, "tick", "end"))
+    out.append(_text((left + WIDTH - right) / 2, height - 6, x_label, "label", "middle"))
+    return _svg(height, about, out)
+
+
+def _ridge(row: Ridge, edges: np.ndarray, sx: Callable[[float], float], base: float, tall: float) -> list[str]:
+    counts, _ = np.histogram(np.log2(np.maximum(row.values, 1)), edges)
+    most = max(1, int(counts.max(initial=1)))
+    out = []
+    for k in np.flatnonzero(counts).tolist():
+        x0, x1 = sx(float(edges[k])), sx(float(edges[k + 1]))
+        h = max(1.5, tall * int(counts[k]) / most)
+        says = f"{row.label}: {int(counts[k])} of {len(row.values)} samples of {2 ** edges[k]:.0f} to {2 ** edges[k + 1]:.0f} tokens"
+        out.append(_rect(x0 + 1, base - h, x1 - x0 - 2, h, row.color, says))
+    return out
+
+
+def bars(
+    panels: Sequence[Panel], *, about: str, bar_name: str, y_label: str, mean: float, bound: float, bound_label: str, height: int = 320,
+) -> str:  # fmt: skip
+    """Groups of stacked bars on one scale in units of ``mean``, with the mean and the bound drawn through all of them."""
+    left, right, top, bottom = 56, 150, 34, 62
+    most = max(float(p.stacks.sum(axis=1).max(initial=0.0)) for p in panels) / (mean or 1.0)
+    sy = _scale(0.0, max(most, bound) * 1.08, height - bottom, top)
+    wide = (WIDTH - left - right) / len(panels)
+    out = [_text(left - 48, top - 18, y_label, "label")]
+    for tick in _ticks(0.0, max(most, bound) * 1.08, 5):
+        out.append(_rule(left, sy(tick), WIDTH - right, sy(tick), "grid"))
+        out.append(_text(left - 8, sy(tick) + 4, f"{tick:.2g}", "tick", "end"))
+    for k, panel in enumerate(panels):
+        out += _panel(panel, left + k * wide, wide, sy, mean or 1.0, bar_name)
+        out.append(_text(left + (k + 0.5) * wide, height - 24, panel.label, "name", "middle"))
+        out.append(_text(left + (k + 0.5) * wide, height - 7, panel.note, "tick", "middle"))
+    out.append(_rule(left, sy(bound), WIDTH - right, sy(bound), "bound"))
+    out.append(_text(WIDTH - right + 8, sy(bound) + 4, bound_label, "tick"))
+    out.append(_rule(left, sy(0), WIDTH - right, sy(0), "axis"))
+    return _svg(height, about, out)
+
+
+def _panel(panel: Panel, x: float, wide: float, sy: Callable[[float], float], mean: float, bar_name: str) -> list[str]:
+    n = len(panel.stacks)
+    pitch = wide * 0.86 / n
+    thick = min(54.0, pitch * 0.72)
+    shown = n <= 16  # beyond that a number over every bar is noise
+    out = []
+    for b, stack in enumerate(panel.stacks):
+        centre, low = x + wide * 0.07 + (b + 0.5) * pitch, 0.0
+        for m, load in enumerate((stack / mean).tolist()):
+            y0, y1 = sy(low), sy(low + load)
+            if load > 0:
+                says = f"{panel.label}, {bar_name} {b}, microbatch {m}: {load:.3f} of the mean {bar_name}"
+                out.append(_rect(centre - thick / 2, y1 + 1, thick, max(0.8, y0 - y1 - 2), panel.color, says))
+            low += load
+        if shown:
+            out.append(_text(centre, sy(low) - 5, f"{low:.2f}", "value", "middle"))
+            out.append(_text(centre, sy(0) + 16, f"{bar_name} {b}" if pitch > 44 else f"{b}", "tick", "middle"))
+    return out
+
+
+def _end_labels(series: Sequence[Line], sy: Callable[[float], float], x: float, top: float, bottom: float) -> list[str]:
+    """Names at the ends of lines, pushed apart where they would lie over each other; a short stroke carries the colour."""
+    order = sorted(range(len(series)), key=lambda i: sy(float(series[i].y[-1])))
+    places: list[float] = []
+    for i in order:
+        at = sy(float(series[i].y[-1]))
+        places.append(max(at, places[-1] + LABEL_GAP) if places else max(at, top))
+    over = places[-1] - bottom if places else 0.0
+    if over > 0:
+        places = [p - over for p in places]
+    out = []
+    for i, at in zip(order, places, strict=True):
+        end = sy(float(series[i].y[-1]))
+        out.append(f'<path class="leader" style="stroke:{series[i].color}" d="M{x + 3:.1f} {end:.1f}L{x + 16:.1f} {at:.1f}H{x + 24:.1f}"/>')
+        out.append(_text(x + 28, at + 4, series[i].label, "name"))
+    return out
+
+
+def _path(sx: Callable[[float], float], sy: Callable[[float], float], x: np.ndarray, y: np.ndarray, color: str, label: str, kind: str) -> str:
+    points = "L".join(f"{sx(float(a)):.1f} {sy(float(b)):.1f}" for a, b in zip(x, y, strict=True))
+    return f'<path class="{kind}" style="stroke:{color}" d="M{points}"><title>{escape(label)}</title></path>'
+
+
+def _rect(x: float, y: float, w: float, h: float, color: str, says: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="2" style="fill:{color}"><title>{escape(says)}</title></rect>'
+
+
+def _rule(x0: float, y0: float, x1: float, y1: float, kind: str) -> str:
+    return f'<line class="{kind}" x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}"/>'
+
+
+def _text(x: float, y: float, words: str, kind: str, anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _svg(height: float, about: str, parts: Sequence[str]) -> str:
+    body = "\n".join(parts)
+    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(about, quote=True)}">\n{body}\n</svg>'
+
+
+def _scale(a: float, b: float, to_a: float, to_b: float) -> Callable[[float], float]:
+    span = (b - a) or 1.0
+    return lambda v: to_a + (v - a) / span * (to_b - to_a)
+
+
+def _ticks(low: float, high: float, about: int) -> list[float]:
+    """Round values inside [low, high], some ``about`` of them."""
+    raw = (high - low) / max(1, about) or 1.0
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [round(k * step, 10) for k in range(first, math.floor(high / step + 1e-9) + 1)]

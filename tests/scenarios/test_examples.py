@@ -1,0 +1,57 @@
+"""Every example runs as a reader would run it, says what it promises, and leaves no file behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SAYS = {
+    "01_local.py": ["LoadingPlan(step 0, 64 samples", "wanted 60.0%, realised 60.0%"],
+    "02_torch_loop.py": ["step 39:"],
+    "03_resume.py": ["step 3 on 3 ranks: 24 samples, the same", "step 5 on 3 ranks: 24 samples, the same"],
+    "04_custom_strategy.py": ["dealt out in turn: slowest rank", "windowed: slowest rank over the mean 1.0"],
+    "05_yaml_job.py": ["read back equal: True", "wrong.yaml: 3 problems", "did you mean 'weight'?"],
+}
+
+
+def run(path: Path, tmp_path: Path) -> str:
+    """The example's output; its temporary files and its cache are bound to a folder of the test."""
+    if path.name == "02_torch_loop.py" and find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    own = {"PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path), "OVERLORD_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error::ResourceWarning", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own}, cwd=tmp_path, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_says_what_it_promises_and_leaves_nothing_behind(path: Path, tmp_path: Path):
+    output = run(path, tmp_path)
+    assert [words for words in SAYS[path.name] if words not in output] == []
+    left = [file.name for file in tmp_path.iterdir() if not file.name.startswith("torchinductor")]  # torch's own
+    assert left == []
+
+
+def test_the_model_of_the_torch_example_learns(tmp_path: Path):
+    lines = run(ROOT / "examples" / "02_torch_loop.py", tmp_path).splitlines()
+    losses = [float(line.rsplit(" ", 1)[1]) for line in lines]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_an_example_prints_the_same_on_every_run(tmp_path: Path):
+    path = ROOT / "examples" / "01_local.py"
+    assert run(path, tmp_path) == run(path, tmp_path)
+
+
+def test_examples_stay_short():
+    assert [path.name for path in EXAMPLES if len(path.read_text().splitlines()) >= 60] == []
+    assert {path.name for path in EXAMPLES} == set(SAYS)
