@@ -59,11 +59,16 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Refill:
-    """Hold at least ``must`` samples ready whatever the budget says (the draw waits for them), and ``level`` if it allows."""
+    """Hold at least ``must`` samples ready whatever the budget says (the draw waits for them), and ``level`` if it allows.
+
+    ``horizon`` is the last group (counted over epochs) to be opened: without it, a loader whose chunks give no samples would
+    run ahead for ever.
+    """
 
     loader: int
     must: int
     level: int
+    horizon: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,3 +104,17 @@ def test_a_failure_is_announced_where_it_stands_in_the_stream() -> None:
     assert isinstance(news, Announce)
     assert news.error is error
     assert loader.handle(Refill(0, must=5, level=5)) == []
+
+
+def test_a_cursor_is_forgotten_by_a_loader_that_owns_nothing_of_its_group() -> None:
+    order = SourceOrder(name="web", n_chunks=2, seed=0, shuffle=False, shuffle_chunks=1)
+    loader = Loader(0, order, epochs=1, loader=1, loaders=2, cursor=Cursor(window=3, file=0, row=7, part=0))
+    assert brief(loader.handle(Refill(0, must=1, level=0))) == [(0, 0, 3, 0, True, True), Read(0, 0, 1, 0, (1,))]
+
+
+def test_a_loader_does_not_run_past_the_horizon() -> None:
+    order = SourceOrder(name="web", n_chunks=1, seed=0, shuffle=False, shuffle_chunks=1)
+    loader = Loader(0, order, epochs=None, loader=1, loaders=2)
+    announced = loader.handle(Refill(0, must=1, level=0))
+    assert len(announced) == 9  # its own group and eight ahead, all without chunks of its own
+    assert len(loader.handle(Refill(0, must=1, level=0, horizon=10))) == 2

@@ -58,11 +58,12 @@ class Client:
     """Iterates the Steps of one rank. Made by ``session.client(rank)``."""
 
     def __init__(
-        self, rank: int, inbox: Inbox, *, consumed: Callable[[int], None], waiting_for: Callable[[], str],
+        self, rank: int, inbox: Inbox, *, begin: Callable[[], None], consumed: Callable[[int], None], waiting_for: Callable[[], str],
         export: Callable[[StreamState], dict[str, Any]], rewind: Callable[[Mapping[str, Any], tuple[str, ...]], tuple[Inbox, StreamState]],
         start: StreamState, close: Callable[[], None], stall_warn_s: float, stall_limit_s: float,
     ):  # fmt: skip
         self.rank, self._inbox, self._state = rank, inbox, start
+        self._begin: Callable[[], None] | None = begin  # called before the first wait: demand starts the work
         self._consumed, self._waiting_for, self._export, self._rewind, self._close = consumed, waiting_for, export, rewind, close
         self._warn_s, self._limit_s = stall_warn_s, stall_limit_s
         self.waited_s = 0.0  # time the trainer spent waiting here
@@ -72,6 +73,9 @@ class Client:
         return self
 
     def __next__(self) -> Step:
+        if self._begin is not None:
+            self._begin()
+            self._begin = None
         stage, bucket = self._wait()
         self._state = stage.after
         self.steps += 1

@@ -54,7 +54,7 @@ def make_corpus(out: Path, shape: Shape, say: Say) -> bool:
             say(f"writing {kind.name}: {kind.what}, as {kind.format}")
             texts = texts_of(kind, shape.seed, shape.rows)
             if not texts:
-                raise OverlordError(f"the demonstration finds no text for {kind.name!r}: this Python has no {kind.what} in its library folder")
+                raise OverlordError(f"no text for the demonstration's {kind.name!r}: this Python ships no {kind.what}")
             write_texts(out / "corpus" / kind.name, kind.format, kind.column, texts)
             training += _some(texts, TRAINING_CHARS // len(KINDS))
         say(f"training a tokenizer of {shape.vocab} tokens")

@@ -22,6 +22,7 @@ LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2t
 DEFINITION = re.compile(r"(?m)^(?=@|def |class |async def )")
 EXPLAINED = re.compile(r'def ([a-z]\w+)\([^)]*\)[^:\n]*:\n\s+r?"""([^"\n]{12,160})')
 MODULE_DOC = re.compile(r'\A(?:#[^\n]*\n|\s)*r?"""(.{200,}?)"""', re.DOTALL)
+ABOUT = re.compile(r"METADATA|.*(LICEN[CS]E|NOTICE|COPYING)")
 QUESTIONS = ("What does {} do?", "Tell me about {}.", "{}?", "When would I call {}?", "Is {} what I want here?", "Short one: {}?")
 ANSWERS = ("{}", "Sure. {}", "{} That is all it does.", "In one line: {}", "{} See the manual for more.", "Good question. {}")
 FOLLOW_UPS = ("Thanks!", "ok", "Can you say that again?", "Great, that is what I need.", "Hmm, not sure I follow.", "And the rest?")
@@ -51,14 +52,14 @@ def stdlib(rows: int) -> Iterator[tuple[str, str]]:
 def _chat(seed: int, rows: int) -> Iterator[str]:
     explained = [(name, line.strip()) for _, text in stdlib(rows) for name, line in EXPLAINED.findall(text)]
     random = np.random.Generator(np.random.Philox(key64("chat", seed)))
-    pick = lambda choices: choices[int(random.integers(len(choices)))]  # noqa: E731
     for _ in range(min(rows, 6000)):
         lines = []
         for _ in range(1 + int(random.geometric(0.6))):
-            name, says = pick(explained)
-            lines += [f"user: {pick(QUESTIONS).format(name + '()')}", f"assistant: {pick(ANSWERS).format(says)}"]
+            name, says = explained[int(random.integers(len(explained)))]
+            question, answer = (choices[int(random.integers(len(choices)))] for choices in (QUESTIONS, ANSWERS))
+            lines += [f"user: {question.format(name + '()')}", f"assistant: {answer.format(says)}"]
         if random.random() < 0.4:
-            lines.append(f"user: {pick(FOLLOW_UPS)}")
+            lines.append(f"user: {FOLLOW_UPS[int(random.integers(len(FOLLOW_UPS)))]}")
         yield "\n".join(lines)
 
 
@@ -85,8 +86,8 @@ def _articles(seed: int, rows: int) -> Iterator[str]:
 def _licences(seed: int, rows: int) -> Iterator[str]:
     """Licences and descriptions of the installed packages; the language's own where there is none."""
     root = Path(sysconfig.get_path("purelib"))
-    wanted = (p for p in sorted(root.glob("*.dist-info/**/*")) if p.is_file() and re.match(r"METADATA|.*(LICEN[CS]E|NOTICE|COPYING)", p.name))
-    yield from (p.read_text(encoding="utf-8", errors="ignore") for p in wanted)
+    found = (p for p in sorted(root.glob("*.dist-info/**/*")) if ABOUT.match(p.name) and p.is_file())
+    yield from (p.read_text(encoding="utf-8", errors="ignore") for p in found)
     own = Path(sysconfig.get_path("stdlib")) / "LICENSE.txt"
     if own.is_file():
         yield own.read_text(encoding="utf-8", errors="ignore")
@@ -97,15 +98,15 @@ def _modules(seed: int, rows: int) -> Iterator[str]:
 
 
 KINDS = (
-    Kind(name="chat", format="jsonl", column="text", what="short dialogues about functions, generated", weight=34, later=24, texts=_chat),
+    Kind(name="chat", format="jsonl", column="text", what="short dialogues about functions", weight=34, later=24, texts=_chat),
     Kind(name="dictionary", format="jsonl.gz", column="entry", what="characters and their names", weight=18, later=16, texts=_dictionary),
-    Kind(name="functions", format="parquet", column="code", what="functions and classes of the standard library", weight=26, later=31,
-         texts=_functions),
-    Kind(name="articles", format="arrow", column="text", what="the language reference and modules' docs", weight=10, later=13, texts=_articles),
-    Kind(name="licences", format="tar", column="txt", what="licences and descriptions of installed packages", weight=5, later=5,
-         texts=_licences),
-    Kind(name="modules", format="jsonl.zst", column="source", what="whole modules of the standard library", weight=7, later=11, texts=_modules),
-)  # fmt: skip
+    Kind(
+        name="functions", format="parquet", column="code", what="functions of the standard library", weight=26, later=31, texts=_functions
+    ),
+    Kind(name="articles", format="arrow", column="text", what="the language reference", weight=10, later=13, texts=_articles),
+    Kind(name="licences", format="tar", column="txt", what="licences of installed packages", weight=5, later=5, texts=_licences),
+    Kind(name="modules", format="jsonl.zst", column="source", what="whole modules", weight=7, later=11, texts=_modules),
+)
 
 
 def texts_of(kind: Kind, seed: int, rows: int) -> list[str]:

@@ -13,6 +13,8 @@ from overlord.messages import Announce, Cursor, Evaluate, Evaluated, Pop, Read, 
 
 Command = Read | Evaluate | Announce
 
+GROUPS_AHEAD = 8  # groups a loader may open beyond the one the planner draws from; windows in memory are bounded by the level
+
 
 class Loader:
     """``handle(event) -> commands``; at most one piece of work is under way at a time."""
@@ -34,6 +36,7 @@ class Loader:
         self._busy = ""
         self._done = False
         self._must = self._level = 0
+        self._horizon = cursor.epoch * order.n_groups + cursor.group + GROUPS_AHEAD
         self.ready = 0  # samples announced and not popped
         self.ready_bytes = 0
         self._bytes_per_sample = 0.0
@@ -41,8 +44,8 @@ class Loader:
 
     def handle(self, event: Any, now: float = 0.0) -> list[Command]:
         match event:
-            case Refill(must=must, level=level):
-                self._must, self._level = max(self._must, must), level
+            case Refill(must=must, level=level, horizon=horizon):
+                self._must, self._level, self._horizon = max(self._must, must), level, max(self._horizon, horizon)
             case Pop(samples=n):
                 self.ready -= n
                 self.ready_bytes = int(self._bytes_per_sample * self.ready)
@@ -92,7 +95,7 @@ class Loader:
             self._done = True
             return
         if self._epoch >= 0:
-            self._window = 0
+            self._window, self._after = 0, None  # the cursor belongs to the first group alone
         self._epoch, self._group = at
         self._chunks = self._order.owned(self._epoch, self._group, self._loader, self._loaders)
 
@@ -110,6 +113,8 @@ class Loader:
         return commands
 
     def _wanted(self) -> bool:
+        if not self._rows and self._epoch * self._order.n_groups + self._group > self._horizon:
+            return False
         if self.ready < self._must:
             return True
         return self.ready < self._level and self.ready_bytes < self._budget

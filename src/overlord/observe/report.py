@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from html import escape
 
 _STYLE = """
-:root { color-scheme: light dark; --page:#f9f9f7; --surface:#fcfcfb; --ink:#0b0b0b; --muted:#52514e; --faint:#898781; --grid:#e4e3df; --axis:#c3c2b7;
-  --s0:#2a78d6; --s1:#1baf7a; --s2:#eda100; --s3:#008300; --s4:#4a3aa7; --s5:#e34948; }
-@media (prefers-color-scheme: dark) { :root { --page:#0d0d0d; --surface:#1a1a19; --ink:#fff; --muted:#c3c2b7; --faint:#898781; --grid:#2c2c2a;
-  --axis:#45443f; --s0:#3987e5; --s1:#199e70; --s2:#c98500; --s3:#2f9e2f; --s4:#9085e9; --s5:#e66767; } }
+:root { color-scheme: light dark; --page:#f9f9f7; --surface:#fcfcfb; --ink:#0b0b0b; --muted:#52514e; --faint:#898781; --grid:#e4e3df;
+  --axis:#c3c2b7;  --s0:#2a78d6; --s1:#1baf7a; --s2:#eda100; --s3:#008300; --s4:#4a3aa7; --s5:#e34948; }
+@media (prefers-color-scheme: dark) { :root { --page:#0d0d0d; --surface:#1a1a19; --ink:#fff; --muted:#c3c2b7; --faint:#898781;
+  --grid:#2c2c2a; --axis:#45443f; --s0:#3987e5; --s1:#199e70; --s2:#c98500; --s3:#2f9e2f; --s4:#9085e9; --s5:#e66767; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 32px 24px 64px; max-width: 960px; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
@@ -19,13 +19,14 @@ p { margin: 0 0 12px; color: var(--muted); } code { font: 13px/1.4 ui-monospace,
 .tiles { display: flex; flex-wrap: wrap; gap: 12px; margin: 20px 0 28px; }
 .tile { flex: 1 1 150px; background: var(--surface); border: 1px solid var(--grid); border-radius: 8px; padding: 12px 14px; }
 .tile b { display: block; font-size: 24px; line-height: 1.25; font-weight: 600; } .tile span { color: var(--muted); font-size: 13px; }
-figure, section { background: var(--surface); border: 1px solid var(--grid); border-radius: 8px; margin: 0 0 20px; padding: 18px 20px 14px; }
+figure, section { background: var(--surface); border: 1px solid var(--grid); border-radius: 8px; margin: 0 0 20px;
+  padding: 18px 20px 14px; }
 figcaption { color: var(--faint); font-size: 13px; margin-top: 8px; overflow-wrap: anywhere; }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
 svg text { fill: var(--muted); font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; }
 svg text.name, svg text.value { fill: var(--ink); } svg text.tick { fill: var(--faint); font-variant-numeric: tabular-nums; }
 svg .grid { stroke: var(--grid); } svg .axis { stroke: var(--axis); } svg .mark { stroke: var(--faint); stroke-dasharray: 2 3; }
-svg .bound { stroke: var(--ink); stroke-dasharray: 6 4; } svg .line { fill: none; stroke-width: 2; stroke-linejoin: round; }
+svg .bound { fill: none; stroke: var(--ink); stroke-dasharray: 6 4; } svg .line { fill: none; stroke-width: 2; stroke-linejoin: round; }
 svg .wanted { fill: none; stroke-width: 1.5; stroke-dasharray: 5 4; opacity: .75; } svg .leader { fill: none; stroke-width: 2; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 14px; }
 th, td { text-align: right; padding: 5px 10px; border-bottom: 1px solid var(--grid); white-space: nowrap; }
@@ -67,7 +68,8 @@ class Report:
     def to_html(self) -> str:
         tiles = "".join(f'<div class="tile"><b>{escape(figure)}</b><span>{escape(what)}</span></div>' for figure, what in self.tiles)
         parts = "\n".join(_picture(p, self.command) if isinstance(p, Picture) else _sheet(p, self.command) for p in self.parts)
-        attached = "".join(f"<section><details><summary>{escape(n)}</summary><pre>{escape(t)}</pre></details></section>" for n, t in self.attached)
+        folded = "<section><details><summary>{}</summary><pre>{}</pre></details></section>"
+        attached = "".join(folded.format(escape(name), escape(text)) for name, text in self.attached)
         return (
             f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(self.title)}</title>\n'

@@ -13,6 +13,7 @@ from html import escape
 
 import numpy as np
 
+Scale = Callable[[float], float]
 WIDTH = 860
 LABEL_GAP = 15  # pixels between two labels at the end of lines
 
@@ -25,6 +26,7 @@ class Line:
     color: str
     y: np.ndarray
     wanted: np.ndarray | None = None
+    kind: str = "line"  # or "bound": a limit, drawn dashed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,18 +76,17 @@ def lines(
         if s.wanted is not None:
             out.append(_path(sx, sy, x, s.wanted, s.color, f"{s.label}, wanted", "wanted"))
     for s in series:
-        out.append(_path(sx, sy, x, s.y, s.color, s.label, "line"))
+        out.append(_path(sx, sy, x, s.y, s.color, s.label, s.kind))
     out += _end_labels(series, sy, WIDTH - right, top, height - bottom)
     return _svg(height, about, out)
 
 
 def ridges(rows: Sequence[Ridge], *, about: str, x_label: str, limit: float, limit_label: str) -> str:
     """Histograms of positive values over a logarithmic axis, one row each, every row to its own height."""
-    left, right, top, each, bottom = 110, 150, 24, 58, 44
+    left, right, top, each, bottom = 110, 166, 24, 58, 44
     height = top + each * len(rows) + bottom
     highest = max(limit, *(float(r.values.max(initial=1)) for r in rows))
-    edges = np.arange(0.0, math.log2(highest) + 0.5, 0.5)
-    edges = np.append(edges, edges[-1] + 0.5) if edges[-1] <= math.log2(highest) else edges
+    edges = np.arange(0.0, math.ceil(2 * math.log2(max(2.0, highest))) + 1) / 2
     sx = _scale(0.0, float(edges[-1]), left, WIDTH - right)
     out: list[str] = []
     for power in range(0, int(edges[-1]) + 1, 2):
@@ -103,8 +104,9 @@ def ridges(rows: Sequence[Ridge], *, about: str, x_label: str, limit: float, lim
     return _svg(height, about, out)
 
 
-def _ridge(row: Ridge, edges: np.ndarray, sx: Callable[[float], float], base: float, tall: float) -> list[str]:
-    counts, _ = np.histogram(np.log2(np.maximum(row.values, 1)), edges)
+def _ridge(row: Ridge, edges: np.ndarray, sx: Scale, base: float, tall: float) -> list[str]:
+    # A value on an edge counts below it, so that documents cut to the limit stand before the limit's line.
+    counts, _ = np.histogram(np.maximum(np.log2(np.maximum(row.values, 1)) - 1e-9, 0.0), edges)
     most = max(1, int(counts.max(initial=1)))
     out = []
     for k in np.flatnonzero(counts).tolist():
@@ -137,7 +139,7 @@ def bars(
     return _svg(height, about, out)
 
 
-def _panel(panel: Panel, x: float, wide: float, sy: Callable[[float], float], mean: float, bar_name: str) -> list[str]:
+def _panel(panel: Panel, x: float, wide: float, sy: Scale, mean: float, bar_name: str) -> list[str]:
     n = len(panel.stacks)
     pitch = wide * 0.86 / n
     thick = min(54.0, pitch * 0.72)
@@ -157,7 +159,7 @@ def _panel(panel: Panel, x: float, wide: float, sy: Callable[[float], float], me
     return out
 
 
-def _end_labels(series: Sequence[Line], sy: Callable[[float], float], x: float, top: float, bottom: float) -> list[str]:
+def _end_labels(series: Sequence[Line], sy: Scale, x: float, top: float, bottom: float) -> list[str]:
     """Names at the ends of lines, pushed apart where they would lie over each other; a short stroke carries the colour."""
     order = sorted(range(len(series)), key=lambda i: sy(float(series[i].y[-1])))
     places: list[float] = []
@@ -175,13 +177,14 @@ def _end_labels(series: Sequence[Line], sy: Callable[[float], float], x: float, 
     return out
 
 
-def _path(sx: Callable[[float], float], sy: Callable[[float], float], x: np.ndarray, y: np.ndarray, color: str, label: str, kind: str) -> str:
+def _path(sx: Scale, sy: Scale, x: np.ndarray, y: np.ndarray, color: str, label: str, kind: str) -> str:
     points = "L".join(f"{sx(float(a)):.1f} {sy(float(b)):.1f}" for a, b in zip(x, y, strict=True))
     return f'<path class="{kind}" style="stroke:{color}" d="M{points}"><title>{escape(label)}</title></path>'
 
 
 def _rect(x: float, y: float, w: float, h: float, color: str, says: str) -> str:
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="2" style="fill:{color}"><title>{escape(says)}</title></rect>'
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"'
+    return f'<rect {place} rx="2" style="fill:{color}"><title>{escape(says)}</title></rect>'
 
 
 def _rule(x0: float, y0: float, x1: float, y1: float, kind: str) -> str:
@@ -197,7 +200,7 @@ def _svg(height: float, about: str, parts: Sequence[str]) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(about, quote=True)}">\n{body}\n</svg>'
 
 
-def _scale(a: float, b: float, to_a: float, to_b: float) -> Callable[[float], float]:
+def _scale(a: float, b: float, to_a: float, to_b: float) -> Scale:
     span = (b - a) or 1.0
     return lambda v: to_a + (v - a) / span * (to_b - to_a)
 

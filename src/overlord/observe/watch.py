@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from overlord.observe.memory import pss_bytes
 
 if TYPE_CHECKING:
@@ -44,23 +46,41 @@ class Meter:
     last_wait_s: float = 0.0
     peak_pss: int = 0
     started: float = field(default_factory=time.perf_counter)
-    after_first: float = 0.0  # when the first step had come
-    first_tokens: int = 0
+    ended: float = 0.0  # 0: it still runs
+    wanted: np.ndarray = field(default_factory=lambda: np.zeros(0))  # by source: sum over steps of the share wanted
+    samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # by source
+    source_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def add(self, taken: Taken) -> None:
         if not self.steps:
-            self.after_first, self.first_wait_s, self.first_tokens = time.perf_counter(), taken.wait_s, taken.tokens
+            self.first_wait_s = taken.wait_s
         self.steps += 1
         self.tokens += taken.tokens
         self.wait_s += taken.wait_s
         self.last_wait_s = taken.wait_s
+        self._count(taken.plan)
         if self.steps % MEMORY_EVERY == 1:
             self.peak_pss = max(self.peak_pss, pss_bytes())
+
+    def _count(self, plan: LoadingPlan) -> None:
+        """By plan and not by the planner's totals, which hold prefetched steps that nobody has taken."""
+        n = len(plan.names)
+        if not len(self.samples):
+            self.wanted, self.samples, self.source_tokens = np.zeros(n), np.zeros(n, np.int64), np.zeros(n, np.int64)
+        weights = np.array([float(plan.extra.get("weights", {}).get(name, 0.0)) for name in plan.names])
+        self.wanted += weights / (weights.sum() or 1.0)
+        self.samples += np.bincount(plan.source, minlength=n)
+        self.source_tokens += np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(np.int64)
+
+    def stop(self) -> None:
+        """No step comes any more: what is computed from here on costs the run nothing."""
+        self.ended = time.perf_counter()
+        self.peak_pss = max(self.peak_pss, pss_bytes())
 
     @property
     def tokens_per_s(self) -> float:
         """Over the whole run, the wait for the first step included."""
-        return self.tokens / max(1e-9, time.perf_counter() - self.started)
+        return self.tokens / max(1e-9, (self.ended or time.perf_counter()) - self.started)
 
     @property
     def wait_ms(self) -> float:
@@ -74,12 +94,10 @@ def watch(session: Session, ranks: Sequence[int], steps: int | None = None) -> I
     for _ in count() if steps is None else range(steps):
         start = time.perf_counter()
         try:
-            taken = tuple(next(client) for client in clients)
-        except (StopIteration, RuntimeError) as end:
-            if isinstance(end, StopIteration) or isinstance(end.__cause__, StopIteration):
-                return
-            raise
-        yield Taken(taken[0]._stage.plan, taken, time.perf_counter() - start)
+            taken = [next(client) for client in clients]
+        except StopIteration:
+            return
+        yield Taken(taken[0]._stage.plan, tuple(taken), time.perf_counter() - start)
 
 
 def interruptible(work: Callable[[], T]) -> T:
@@ -99,4 +117,4 @@ def interruptible(work: Callable[[], T]) -> T:
     result, fault = box[0]
     if fault is not None:
         raise fault
-    return result  # type: ignore[no-any-return]
+    return result

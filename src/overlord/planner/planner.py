@@ -14,6 +14,7 @@ import numpy as np
 
 from overlord.errors import PlanError
 from overlord.job import Batch, mixture_problems
+from overlord.loader.loader import GROUPS_AHEAD
 from overlord.messages import Announce, Attach, Consumed, Cursor, Detach, Finish, Refill, SetMixture, Skip, Stage, StreamState
 from overlord.placetree import ClientPlaceTree
 from overlord.plan import LoadingPlan
@@ -119,11 +120,14 @@ class Planner:
             case Announce():
                 source = self._loader_source[event.loader]
                 self._held[event.loader] += len(event.found) if event.found is not None else 0
+                group = self._streams[source].group
                 self._streams[source].add(event, event.loader - int(self._first_loader[source]))
+                commands = self._move_horizon(source) if self._streams[source].group > group else []
                 if source not in self._waiting:
-                    return []  # nothing waits for it
+                    return commands  # nothing waits for it
                 if not self._satisfied():
-                    return self._nudge(source)
+                    return commands + self._nudge(source)
+                return commands + self._plan_ahead()
             case Consumed(rank=rank, step=step):
                 self._consumed[rank] = max(step, self._consumed.get(rank, -1))
             case Attach(rank=rank):
@@ -173,7 +177,7 @@ class Planner:
 
     def _plan_step(self) -> list[Command]:
         state, spec = self._state, self.spec
-        if isinstance(spec.until, int) and state.step >= spec.until:
+        if state.step == spec.until or (spec.until == "first" and not all(state.active)):
             return self._finish(None)
         self._mix()
         while True:
@@ -184,16 +188,13 @@ class Planner:
                 break
             # Nothing drawn: the end, or a step of few tokens while long samples taken before are still being paid for.
             self._state = state = replace(self._state, owed=drawn.owed, active=drawn.active)
-            if (drawn.short and spec.until == "first") or not any(w for w, a in zip(self._weights, drawn.active, strict=True) if a):
+            if (spec.until == "first" and not all(drawn.active)) or not any(w for w, a in zip(self._weights, drawn.active, strict=True) if a):
                 return self._finish(None)
         self._waiting = {}
         stage = self._stage(drawn)
         if not stage.skipped:
             self._outstanding.append(stage.plan.step)
-        commands: list[Command] = [stage, *self._refills(drawn)]
-        if drawn.short and spec.until == "first":
-            commands += self._finish(None)
-        return commands
+        return [stage, *self._refills(drawn)]
 
     def _wait(self, need: dict[int, int]) -> list[Command]:
         """Ask for what the draw lacks. A stream that broke before it is where the job ends."""
@@ -215,6 +216,11 @@ class Planner:
                 self._must[loader] = self._held[loader] + lacking
                 commands.append(Refill(loader, int(self._must[loader]), self._share(i)))
         return commands
+
+    def _move_horizon(self, i: int) -> list[Command]:
+        """The stream has come to another group: its loaders may open groups further on."""
+        first, horizon = int(self._first_loader[i]), self._streams[i].group + GROUPS_AHEAD
+        return [Refill(first + k, 0, self._share(i), horizon) for k in range(self.spec.sources[i].loaders)]
 
     def _refills(self, drawn: Drawn) -> list[Command]:
         """Keep loaders a few steps ahead. They refill by themselves; they hear only of a level that changed."""

@@ -72,6 +72,11 @@ class SourceStream:
     def ended(self) -> bool:
         return self._exhausted and self.error is None
 
+    @property
+    def group(self) -> int:
+        """The group being merged, counted over epochs."""
+        return self._at.epoch * self._n_groups + self._at.group
+
     def samples_for(self, start: int, tokens: int) -> tuple[int, int]:
         count = held = 0
         for segment in self._segments:

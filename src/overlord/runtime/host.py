@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,9 +64,12 @@ class Host:
 
     # what comes in
 
-    def attach(self, rank: int, mailbox: Mailbox) -> None:
-        self._mailboxes[rank] = mailbox
-        self._tell_all(Attach(rank))
+    def attach(self, mailboxes: Mapping[int, Mailbox]) -> None:
+        """Clients of these ranks exist. All that will take part come together: a step is not kept for one who comes later."""
+        self._mailboxes.update(mailboxes)
+        for rank in mailboxes:
+            self._queue.extend(self.assemblers[self._bucket_of[rank]].handle(Attach(rank)))
+        self._run([command for rank in mailboxes for command in self.planner.handle(Attach(rank))])
 
     def detach(self, rank: int) -> None:
         self._mailboxes.pop(rank, None)
@@ -80,7 +83,7 @@ class Host:
         """An event of the log, for the planner."""
         self._run(self.planner.handle(event))
 
-    def _tell_all(self, event: Attach | Detach | Consumed) -> None:
+    def _tell_all(self, event: Detach | Consumed) -> None:
         self._queue.extend(self.assemblers[self._bucket_of[event.rank]].handle(event))
         self._run(self.planner.handle(event))
 

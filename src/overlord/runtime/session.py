@@ -28,7 +28,7 @@ class Session:
         self._clients: dict[int, Client] = {}
         self._inboxes: dict[int, tuple[int, Inbox]] = {}  # rank -> (generation, inbox)
         self._generation = 0
-        self._closed = False
+        self._closed = self._begun = False
         self._started = time.monotonic()
         self._pump = Pump(job.name)
         self._executor = ThreadExecutor(n_workers(self._options), self._pump.post)
@@ -44,22 +44,27 @@ class Session:
             raise JobError([f"rank {rank} is outside 0..{self.job.place.world - 1} of {self.job.place}"], "client")
         if rank in self._clients:
             return self._clients[rank]
-        inbox, generation, host = Inbox(), self._generation, self._host
-        started = self._pump.ask(lambda: host.planner.next_step > self._start_state.step and bool(self._clients), "the pump")
-        if started and any(c.steps for c in self._clients.values()):
+        if self._begun:
             raise OverlordError(
-                f"rank {rank}: other ranks have taken steps already, and steps taken by all are gone; open all clients first, or "
-                "load a state on every rank"
+                f"rank {rank}: the first step was asked for already, and no step is kept for a rank that comes later; open the clients of all "
+                "ranks of this process before iterating, or load a state on every rank"
             )
-        self._inboxes[rank] = (generation, inbox)
-        self._pump.ask(lambda: host.attach(rank, inbox), f"rank {rank} to be attached")
+        inbox = Inbox()
+        self._inboxes[rank] = (self._generation, inbox)
         client = Client(
-            rank, inbox, consumed=lambda step: self._consumed(rank, step), waiting_for=lambda: self._why(rank),
+            rank, inbox, begin=self._begin, consumed=lambda step: self._consumed(rank, step), waiting_for=lambda: self._why(rank),
             export=self._blueprint.export, rewind=lambda state, allow: self._rewind(rank, state, allow), start=self._start_state,
             close=lambda: self._detach(rank), stall_warn_s=self._options.stall_warn_s, stall_limit_s=self._options.stall_limit_s,
         )  # fmt: skip
         self._clients[rank] = client
         return client
+
+    def _begin(self) -> None:
+        """The first step is asked for: from here on all clients of this process are served, at the pace of the slowest."""
+        if not self._begun and not self._closed:
+            self._begun = True
+            host, boxes = self._host, {rank: inbox for rank, (_, inbox) in self._inboxes.items()}
+            self._pump.ask(lambda: host.attach(boxes), "clients to be attached")
 
     def _consumed(self, rank: int, step: int) -> None:
         host = self._host
@@ -68,7 +73,8 @@ class Session:
     def _detach(self, rank: int) -> None:
         host = self._host
         self._clients.pop(rank, None)
-        if not self._closed:
+        self._inboxes.pop(rank, None)
+        if self._begun and not self._closed:
             self._pump.post(lambda: host.detach(rank))
 
     def _why(self, rank: int) -> str:
@@ -119,10 +125,10 @@ class Session:
         self._executor = ThreadExecutor(n_workers(self._options), self._pump.post)
         self._host = host = self._blueprint.host(self._executor, state)
         self._start_state = host.planner.state()
-        for rank, (joined, _) in list(self._inboxes.items()):
-            inbox = Inbox()
-            self._inboxes[rank] = (joined, inbox)
-            self._pump.ask(lambda rank=rank, inbox=inbox: host.attach(rank, inbox), "clients to be attached")  # type: ignore[misc]
+        self._inboxes = {rank: (joined, Inbox()) for rank, (joined, _) in self._inboxes.items()}
+        if self._begun:
+            boxes = {rank: inbox for rank, (_, inbox) in self._inboxes.items()}
+            self._pump.ask(lambda: host.attach(boxes), "clients to be attached")
 
     # events
 

@@ -120,7 +120,7 @@ def simulate(
     try:
         for trainer in trainers:
             trainer.wake = lambda t=trainer: executor.at(0.0, lambda: take(t) if t.idle else None)  # type: ignore[misc]
-            host.attach(trainer.rank, trainer)
+        host.attach({t.rank: t for t in trainers})
         for _ in range(max_events):
             if all((t.ended and not t.inbox) or (steps is not None and len(t.steps) >= steps) for t in trainers):
                 break

@@ -1,0 +1,222 @@
+"""The command line. Heavy things are imported by the command that needs them, so that ``overlord --help`` is quick."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from overlord import __version__
+from overlord.errors import JobError, OverlordError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from overlord.job import Job
+
+FAILED, UNUSABLE, STOPPED = 1, 2, 130  # exit codes: found failures; the job cannot run; Ctrl-C
+
+job_file = click.argument("job_yaml", metavar="JOB.YAML", type=click.Path(dir_okay=False, path_type=Path))
+imports = click.option(
+    "--import", "modules", metavar="MODULE", multiple=True,
+    help="Import a module first: one that registers the functions which the job file names. May be given several times.",
+)  # fmt: skip
+debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="overlord")
+def cli() -> None:
+    """Overlord: one plan, one stream, every rank."""
+
+
+@cli.command()
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("overlord-demo"), show_default=True, help="Where corpus and report go."
+)
+@click.option("--steps", type=click.IntRange(min=1), default=40, show_default=True)
+@click.option("--ranks", type=click.IntRange(min=1, max=64), default=4, show_default=True, help="Data-parallel ranks.")
+@click.option("--rows", type=click.IntRange(min=8), default=10_000, show_default=True, help="Rows of a source, at most.")
+@click.option("--seed", type=click.IntRange(min=0), default=7, show_default=True)
+@debug
+def demo(out: Path, steps: int, ranks: int, rows: int, seed: int, debug: bool) -> None:
+    """Make a corpus, run a job, write a report."""
+
+    def act() -> None:
+        from overlord.demo.corpus import Shape
+        from overlord.demo.run import run_demo
+
+        given = (("ranks", ranks, 4), ("rows", rows, 10_000), ("seed", seed, 7))
+        changed = [f"--{name} {value}" for name, value, usual in given if value != usual]
+        command = " ".join(["overlord demo", f"--out {shlex.quote(str(out))}", f"--steps {steps}", *changed])
+        vocab = 8192 if rows >= 1000 else 1024
+        run_demo(out, Shape(seed=seed, rows=rows, ranks=ranks, vocab=vocab), steps, _console(), command)
+
+    _guarded(act, debug)
+
+
+@cli.command()
+@job_file
+@click.option("--steps", type=click.IntRange(min=1), help="Stop after this many steps; without it, at the end of the data.")
+@click.option("--rank", type=click.IntRange(min=0), help="Only this rank; without it, all ranks of the job's place.")
+@click.option("--resume", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON", help="Go on from a saved state.")
+@click.option(
+    "--save", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON", help="Write the state at the end, also after Ctrl-C."
+)
+@click.option(
+    "--allow", metavar="PART", multiple=True, help="A part in which a resumed state may differ from the job, as the error names it."
+)
+@click.option("--digest", is_flag=True, help="Print a fingerprint of every step's bytes, to compare two runs.")
+@imports
+@debug
+def run(
+    job_yaml: Path, steps: int | None, rank: int | None, resume: Path | None, save: Path | None, allow: tuple[str, ...], digest: bool,
+    modules: tuple[str, ...], debug: bool,
+) -> None:  # fmt: skip
+    """Run a job and show what it delivers."""
+
+    def act() -> None:
+        from overlord.observe.running import Run, read_state, run_job
+
+        job = _read_job(job_yaml, modules)
+        state = None if resume is None else read_state(resume)
+        wanted = Run(job=job, steps=steps, rank=rank, resume=state, save=save, allow=allow, digest=digest)
+        run_job(wanted, _console(), _console(stderr=True))
+
+    _guarded(act, debug)
+
+
+@cli.command()
+@job_file
+@click.option("--full", is_flag=True, help="Read every row of every file, not just some.")
+@imports
+@debug
+def inspect(job_yaml: Path, full: bool, modules: tuple[str, ...], debug: bool) -> None:
+    """Open every source and list what is broken."""
+
+    def act() -> None:
+        from overlord.observe.inspect import inspect_job
+        from overlord.observe.tables import inspect_view, waiting
+
+        job, console = _read_job(job_yaml, modules), _console()
+        with waiting(_console(stderr=True), "looked at", len(job.sources)) as advance:
+            reports = inspect_job(job, full=full, progress=advance)
+        console.print(inspect_view(job, reports))
+        failures = [failure for report in reports for failure in report.failures]
+        if failures:
+            broken = sum(bool(report.failures) for report in reports)
+            _error(f"{broken} of {len(reports)} sources cannot be used as they are", "\n".join(f"  - {failure}" for failure in failures))
+            sys.exit(FAILED)
+
+    _guarded(act, debug)
+
+
+@cli.command()
+@job_file
+@click.option("--step", type=click.IntRange(min=0), required=True, help="The step to show, counted from 0.")
+@click.option("--place", metavar="dp=64", help="Plan for another place than the job's.")
+@click.option("--strategy", metavar="NAME", help="Plan with another strategy than the job's.")
+@imports
+@debug
+def plan(job_yaml: Path, step: int, place: str | None, strategy: str | None, modules: tuple[str, ...], debug: bool) -> None:
+    """Show the plan of one step."""
+
+    def act() -> None:
+        from dataclasses import replace
+
+        from overlord.observe.planning import parse_place, plan_step
+        from overlord.observe.tables import plan_view, waiting
+
+        job, console = _read_job(job_yaml, modules), _console()
+        changes: dict[str, Any] = {} if strategy is None else {"strategy": strategy}
+        job = replace(job, **changes, place=job.place if place is None else parse_place(place, job.place))
+        with waiting(_console(stderr=True), "planned", step + 1) as advance:
+            found = plan_step(job, step, advance)
+        console.print(plan_view(job, found, console.width))
+
+    _guarded(act, debug)
+
+
+def _read_job(path: Path, modules: tuple[str, ...]) -> Job:
+    from importlib import import_module
+
+    from overlord.job import Job
+
+    sys.path.insert(0, os.getcwd())
+    for name in modules:
+        try:
+            import_module(name)
+        except ImportError as fault:
+            problem = f"cannot import {name!r}: {fault}; it is looked for in the working directory and in PYTHONPATH"
+            raise JobError([problem], "--import") from fault
+    return Job.from_yaml(path)
+
+
+def _console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 120  # a file or a pipe has no width; 80 would break rows of tables
+    return console
+
+
+def _guarded(act: Callable[[], None], debug: bool) -> None:
+    """Runs a command; what goes wrong is one block of text and an exit code."""
+    try:
+        act()
+    except OverlordError as fault:
+        _fail(fault, debug, UNUSABLE, str(fault))
+    except (KeyboardInterrupt, click.ClickException, SystemExit):
+        raise
+    except BrokenPipeError:
+        raise
+    except Exception as fault:
+        words = f"{type(fault).__name__}: {fault}\nThis is not an error that Overlord knows; --debug shows where it comes from."
+        _fail(fault, debug, FAILED, words)
+
+
+def _fail(fault: Exception, debug: bool, code: int, words: str) -> NoReturn:
+    if debug:
+        traceback.print_exception(fault)
+    _error(words)
+    sys.exit(code)
+
+
+def _error(words: str, more: str = "") -> None:
+    click.echo(click.style("error: ", fg="red", bold=True) + words + (f"\n{more}" if more else ""), err=True)
+
+
+def main() -> NoReturn:
+    """The entry point. After Ctrl-C the process ends at once: a thread in the middle of a read must not hold it up."""
+    code = 0
+    try:
+        code = cli.main(prog_name="overlord", standalone_mode=False) or 0
+    except click.ClickException as fault:
+        fault.show()
+        code = fault.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("stopped", err=True)
+        _leave(STOPPED)
+    except BrokenPipeError:  # the reader of a pipe has gone, as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave(FAILED)
+    sys.exit(code)
+
+
+def _leave(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""What ``overlord inspect`` finds out about a source: what is there, what a sample looks like, and what is broken.
+
+Every source is looked at by itself, so that one that fails hides none of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from overlord.errors import OverlordError
+from overlord.sources.base import RawSlice, ReadOptions
+from overlord.sources.handles import ChunkReader, HandleCache
+from overlord.sources.index import Index, build_index, default_cache_dir
+from overlord.transforms.base import RowIds
+from overlord.transforms.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from overlord.job import Job, Source
+
+FILES = 16  # of a source that are sampled, spread evenly over its listing
+REASONS = 3  # of bad rows that are told, the most frequent first
+
+
+@dataclass(slots=True, kw_only=True)
+class SourceReport:
+    """What was found. ``failures``: why the job could not use this source, or a file of it, as it is."""
+
+    name: str
+    format: str = ""
+    files: int = 0
+    chunks: int = 0
+    rows: int | None = None  # None: unknown until read
+    nbytes: int = 0
+    schema: dict[str, str] = field(default_factory=dict)
+    sampled_files: int = 0
+    sampled_rows: int = 0
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the sampled rows, as a job would see them
+    dropped: int = 0  # by a Filter
+    bad: dict[str, int] = field(default_factory=dict)  # reason -> rows
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def bad_rows(self) -> int:
+        return sum(self.bad.values())
+
+    def reasons(self) -> list[str]:
+        often = sorted(self.bad.items(), key=lambda item: (-item[1], item[0]))
+        shown = [f"{n} row{'s' * (n > 1)}: {reason}" for reason, n in often[:REASONS]]
+        return shown + ([f"and {len(often) - REASONS} other reasons"] if len(often) > REASONS else [])
+
+
+def inspect_job(job: Job, *, full: bool = False, workers: int = 4, progress: Callable[[str], None] | None = None) -> list[SourceReport]:
+    """All sources, several at a time, in the job's order. ``full`` reads every row instead of some."""
+    pool = ThreadPoolExecutor(workers, "overlord-inspect")
+    try:
+        started = [pool.submit(inspect_source, source, job, full) for source in job.sources]
+        found = []
+        for source, future in zip(job.sources, started, strict=True):
+            found.append(future.result())
+            if progress:
+                progress(source.name)
+        return found
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C must not wait for a slow store
+
+
+def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport:
+    """One source. What it raises becomes a failure in its report."""
+    out = SourceReport(name=source.name)
+    cache = HandleCache(max_open=1)
+    try:
+        pipeline = Pipeline(source.name, source.transforms, seed=job.seed, context=job.batch.context, on_long=job.on_long)
+        options = ReadOptions(job.slice_rows, job.chunk_bytes, source.max_sample_bytes, pipeline.columns)
+        index = build_index(source.name, source.path, source.format, options, cache_dir=default_cache_dir())
+        _describe(out, index)
+        reader = ChunkReader(index, options, cache)
+        for file in _sampled_files(index, full):
+            _sample_file(out, reader, pipeline, file, full)
+        if not len(out.tokens) and not out.failures:
+            out.failures.append(f"source {source.name!r}: no sampled row became a sample")
+    except OverlordError as fault:
+        out.failures.append(str(fault))
+    except Exception as fault:  # a surprise of one source must not hide the others; it is told by name
+        out.failures.append(f"source {source.name!r}: {type(fault).__name__}: {fault}")
+    finally:
+        cache.close()
+    return out
+
+
+def _describe(out: SourceReport, index: Index) -> None:
+    out.format, out.files, out.chunks = index.format, len(index.files), len(index.chunks)
+    out.rows, out.nbytes, out.schema = index.rows, index.nbytes, dict(index.schema or {})
+
+
+def _sampled_files(index: Index, full: bool) -> list[int]:
+    n = len(index.files)
+    if full or n <= FILES:
+        return list(range(n))
+    return np.unique(np.linspace(0, n - 1, FILES).astype(int)).tolist()
+
+
+def _sample_file(out: SourceReport, reader: ChunkReader, pipeline: Pipeline, file: int, full: bool) -> None:
+    """The first slice of a file's first chunk; with ``full``, all slices of all chunks."""
+    index, path = reader.index, reader.index.files[file].path
+    chunks = np.flatnonzero(index.chunks.file == file).tolist()
+    readable, reasons = 0, dict[str, int]()
+    try:
+        for chunk in chunks if full else chunks[:1]:
+            t, last = 0, False
+            while not last:
+                raw = reader.slice(chunk, t)
+                readable += raw.table.num_rows
+                _sample_slice(out, raw, pipeline, file, reasons)
+                t, last = t + 1, raw.last or not full
+    except OverlordError as fault:
+        out.failures.append(str(fault))
+    out.sampled_files += 1
+    for reason, n in reasons.items():
+        out.bad[reason] = out.bad.get(reason, 0) + n
+    if reasons and not readable:
+        out.failures.append(f"source {out.name!r}, {path}: no row can be read: {next(iter(reasons))}")
+
+
+def _sample_slice(out: SourceReport, raw: RawSlice, pipeline: Pipeline, file: int, reasons: dict[str, int]) -> None:
+    out.sampled_rows += len(raw.row)
+    if not out.schema:
+        out.schema = {f.name: str(f.type) for f in raw.table.schema}
+    bad = {i for i, _ in raw.bad}
+    good = np.array([i for i in range(len(raw.row)) if i not in bad], np.int64)
+    staged = pipeline.slice_stage(raw.table, RowIds(0, file, raw.row[good]))
+    block: Any = pipeline.row_stage(staged.table)
+    out.dropped += staged.dropped
+    out.tokens = np.concatenate([out.tokens, block.meta["tokens"]])
+    for _, reason in (*raw.bad, *staged.bad, *block.bad):
+        reasons[reason] = reasons.get(reason, 0) + 1

@@ -1,0 +1,158 @@
+"""Tables and progress for people at a terminal; plain text where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from overlord.job import Job
+    from overlord.observe.inspect import SourceReport
+    from overlord.observe.watch import Meter
+    from overlord.plan import LoadingPlan
+
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+BUCKETS = 64  # rows of a plan that are shown
+CELLS = 8  # microbatches of a bucket that are shown
+REASONS = 5
+
+
+def bar(value: float, most: float, width: int) -> str:
+    """A bar of block characters, to an eighth of a character."""
+    eighths = round(8 * width * max(0.0, value) / most) if most > 0 else 0
+    full, rest = divmod(min(eighths, 8 * width), 8)
+    return "█" * full + (EIGHTHS[rest] if rest else "")
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> Table:
+    """A table without lines: the first columns are text, the others figures."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for k, name in enumerate(head):
+        table.add_column(name, justify="left" if k < text_columns else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def size(nbytes: float) -> str:
+    """Bytes as people write them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1024 or unit == "GB":
+            break
+        nbytes /= 1024
+    return f"{nbytes:,.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
+
+
+@contextmanager
+def waiting(err: Console, what: str, total: int) -> Iterator[Callable[[Any], None]]:
+    """Progress on a terminal, nothing elsewhere. Told a number: so many are done; told anything else: one more is."""
+    if not err.is_terminal:
+        yield lambda _: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    with Progress(TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=err, transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.update(task, completed=done) if isinstance(done, int) else progress.advance(task)
+
+
+def run_view(job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """How a run ended: the mix, what it cost, and which rows were refused and why."""
+    head = ("source", "wanted", "realised", "samples", "tokens", "quarantined", "dropped")
+    rows = [
+        (name, f"{w / meter.steps:.2%}", f"{n / meter.samples.sum():.2%}", f"{n:,}", f"{t:,}", f"{s['quarantined']:,}", f"{s['dropped']:,}")
+        for (name, s), w, n, t in zip(metrics["sources"].items(), meter.wanted, meter.samples, meter.source_tokens, strict=False)
+    ]
+    memory = {k: v for k, v in metrics["memory"].items() if k != "pss"}
+    facts = [
+        ("steps", f"{meter.steps:,}, {meter.tokens:,} tokens, {meter.tokens_per_s:,.0f} tokens/s"),
+        ("wait", f"{meter.wait_ms:.1f} ms/step after a first of {meter.first_wait_s * 1e3:,.0f} ms; no trainer computes in between"),
+        ("memory", f"{size(meter.peak_pss)} (PSS of the process); held now: " + ", ".join(f"{k} {size(v)}" for k, v in memory.items())),
+    ]  # fmt: skip
+    parts: list[RenderableType] = [grid(head, rows), Text(""), _facts(facts)]
+    if quarantine:
+        parts += [Text(""), Text("quarantined rows, the last ones:"), *(Text(_refused(q)) for q in quarantine[-REASONS:])]
+    return Group(*parts)
+
+
+def _refused(row: Mapping[str, Any]) -> str:
+    return f"  {row['source']}, {row['path']}, row {row['row']}: {row['reason']}"
+
+
+def _facts(facts: Sequence[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts:
+        table.add_row(Text(name, "dim"), Text(value))
+    return table
+
+
+def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
+    """Every source in one row, then the columns of each and what is bad about it."""
+    head = ("source", "format", "files", "chunks", "rows", "bytes", "tokens min/median/max", "bad rows")
+    rows = [
+        (
+            r.name, r.format, f"{r.files:,}", f"{r.chunks:,}", "unknown until read" if r.rows is None else f"{r.rows:,}", size(r.nbytes),
+            _spread(r.tokens), f"{r.bad_rows:,} of {r.sampled_rows:,}",
+        )
+        if r.format
+        else (r.name, "failed", *("-",) * 6)
+        for r in reports
+    ]  # fmt: skip
+    parts: list[RenderableType] = [grid(head, rows, 2), Text("")]
+    for r in reports:
+        if r.format:
+            columns = ", ".join(f"{name}: {kind}" for name, kind in r.schema.items()) or "none"
+            looked = f"looked at {r.sampled_rows:,} rows in {r.sampled_files:,} of {r.files:,} files"
+            dropped = f", {r.dropped:,} dropped by a filter" if r.dropped else ""
+            parts.append(Text.assemble((r.name, "bold"), f"  columns {columns}; {looked}{dropped}"))
+            parts += [Text(f"  bad: {reason}") for reason in r.reasons()]
+    return Group(*parts)
+
+
+def _spread(tokens: np.ndarray) -> str:
+    return f"{int(tokens.min()):,} / {np.median(tokens):,.0f} / {int(tokens.max()):,}" if len(tokens) else "-"
+
+
+def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
+    """A plan by bucket: cost over the mean as a bar, tokens and samples, and the same by microbatch as far as there is room."""
+    a, i = plan.main, plan.imbalance()
+    shape, flat = (a.n_buckets, a.n_microbatches), a.bins()
+    tokens = np.bincount(flat, weights=plan.tokens[a.sample], minlength=shape[0] * shape[1]).reshape(shape).astype(int)
+    samples = np.bincount(flat, minlength=shape[0] * shape[1]).reshape(shape)
+    loads = plan.loads().sum(axis=1)
+    ratio = loads / (loads.mean() or 1.0)
+    cells = max(1, min(CELLS, a.n_microbatches, (width - 58) // 13))
+    head = ("bucket", "cost / mean", "", "tokens", "samples", *(f"microbatch {m}" for m in range(cells)))
+    rows = [
+        (
+            f"{b}", f"{ratio[b]:.3f}", bar(ratio[b], ratio.max(), 16), f"{tokens[b].sum():,}", f"{samples[b].sum():,}",
+            *(f"{tokens[b, m]:,} ({samples[b, m]})" for m in range(cells)),
+        )
+        for b in range(min(a.n_buckets, BUCKETS))
+    ]  # fmt: skip
+    strategy = job.strategy if isinstance(job.strategy, str) else getattr(job.strategy, "__name__", "a function")
+    facts = [
+        ("step", f"{plan.step}: {len(plan):,} samples, {int(plan.tokens.sum()):,} tokens, placed by {strategy} on {job.place}"),
+        ("imbalance", f"by bucket {i['bucket']:.3f}, by microbatch {i['microbatch']:.3f}; no placement can go below {i['bound']:.3f}"),
+        ("microbatches", f"{a.n_microbatches} of {a.capacity:,} tokens on each bucket, {plan.fill():.0%} filled"),
+        ("mix", ", ".join(f"{name} {n}" for name, n in zip(plan.names, _counts(plan), strict=True))),
+        ("digest", plan.digest()),
+    ]
+    hidden = (("buckets", BUCKETS, a.n_buckets), ("microbatches", cells, a.n_microbatches))
+    more = [f"{what} {shown} to {n - 1}" for what, shown, n in hidden if n > shown]
+    table = grid(head, rows)
+    table.columns[2].justify = "left"
+    said = [Text("tokens (samples) by microbatch" + (f"; not shown: {', '.join(more)}" if more else ""), "dim")]
+    return Group(_facts(facts), Text(""), table, *said)
+
+
+def _counts(plan: LoadingPlan) -> list[int]:
+    return [int(n) for n in np.bincount(plan.source, minlength=len(plan.names))]

@@ -1,0 +1,201 @@
+"""The documentation keeps up with the code: links lead somewhere, blocks of Python run, named files exist, tables list all fields."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import overlord as ov
+from overlord.runtime.bootstrap import Options
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(p for p in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Headings as links name them."""
+    headings = re.findall(r"^#+ +(.+)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for target in LINK.findall(re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path) if path else page
+        if not found.exists() or (anchor and anchor not in anchors(found)):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere(page: Path):
+    assert broken_links(page) == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("# A heading\n[here](#a-heading) [there](other.md) [off](#nowhere)\n")
+    assert broken_links(page) == ["other.md", "#nowhere"]
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the files that the pages speak of."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    zstandard = pytest.importorskip("zstandard")
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "def", "return", "none", "import"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["?", *words])}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = [" ".join(words[(i + k) % len(words)] for k in range(2 + 7 * i % 60)) for i in range(300)]
+    for name in ("web", "code"):
+        (tmp_path / "corpus" / name).mkdir(parents=True)
+    pq.write_table(pa.table({"text": texts}), tmp_path / "corpus" / "web" / "part-0.parquet", row_group_size=50)
+    lines = "\n".join(json.dumps({"content": text}) for text in texts).encode()
+    (tmp_path / "corpus" / "code" / "part-0.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+PYTHON = [ROOT / "README.md", ROOT / "docs" / "jobs.md"]
+
+
+@pytest.mark.parametrize("page", PYTHON, ids=lambda page: page.name)
+def test_blocks_of_python_run_in_the_order_of_the_page(page: Path, desk: Path):
+    names = ""
+    if page.name == "README.md":
+        pytest.importorskip("torch")
+        names = (
+            "import torch\nmodel = torch.nn.Sequential(torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32))\n"
+            "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        )
+    found = blocks(page, "python")
+    assert found
+    program = desk / "page.py"
+    program.write_text(names + "\n".join(found) + "\nprint('all blocks ran')\n")
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=120, check=False, env=_env(desk))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("all blocks ran\n")
+
+
+def _env(desk: Path) -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OVERLORD_CACHE": str(desk / "cache"), "OMP_NUM_THREADS": "1"}
+
+
+def test_the_strategy_of_the_readme_plans(desk: Path):
+    block = next(b for b in blocks(ROOT / "README.md", "python") if "def my_strategy" in b)
+    scope: dict[str, Any] = {"ov": ov}
+    exec(block, scope)
+    buffer = ov.Buffer.from_columns({"web": {"tokens": [5, 9, 30, 2]}}, batch=ov.Batch(samples=4, context=32))
+    drawn = ov.DGraph.from_buffer(buffer, ov.ClientPlaceTree(dp=2)).mix({"web": 1.0}).buffer
+    assert scope["my_strategy"](drawn, ov.ClientPlaceTree(dp=2)).imbalance()["bucket"] < 1.4
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_other_blocks_of_python_compile(page: Path):
+    for block in blocks(page, "python"):
+        compile(block, str(page), "exec")
+
+
+def test_the_yaml_of_the_page_on_jobs_says_what_its_python_says(desk: Path):
+    page = ROOT / "docs" / "jobs.md"
+    (yaml,) = blocks(page, "yaml")
+    (desk / "job.yaml").write_text(yaml)
+    scope: dict[str, Any] = {}
+    exec(blocks(page, "python")[0].partition("with ov.launch")[0], scope)
+    by_file, by_python = ov.Job.from_yaml("job.yaml"), scope["job"]
+    (desk / "python.yaml").write_text(by_python.to_yaml())
+    assert by_file == ov.Job.from_yaml("python.yaml")
+
+
+def rows_under(page: Path, heading: str) -> dict[str, str]:
+    """Tables below a heading: the names in the first column, each with its second column."""
+    part = re.split(r"^## ", text_of(page), flags=re.MULTILINE)
+    (section,) = [p for p in part if p.split("\n", 1)[0].strip() == heading]
+    found: dict[str, str] = {}
+    for line in section.splitlines():
+        if line.startswith("| `"):
+            first, second = line.split("|")[1:3]
+            names, values = re.findall(r"`([^`]+)`", first), re.findall(r"`([^`]+)`", second)
+            found |= {name: values[i] if i < len(values) else (values[-1] if values else second.strip()) for i, name in enumerate(names)}
+    return found
+
+
+@pytest.mark.parametrize("cls", [ov.Job, ov.Source, ov.Batch, ov.ClientPlaceTree, Options], ids=lambda cls: cls.__name__)
+def test_every_field_stands_in_the_page_on_jobs_with_its_default(cls: type):
+    heading = "launch" if cls is Options else cls.__name__
+    listed = rows_under(ROOT / "docs" / "jobs.md", heading)
+    known = {f.name: f.default for f in fields(cls)}
+    assert sorted(set(known) - set(listed)) == []
+    assert sorted(set(listed) - set(known) - ({"runtime", "resume", "allow"} if cls is Options else set())) == []
+    for name, default in known.items():
+        said = listed[name]
+        if default is not MISSING and default is not None and re.fullmatch(r'[\d.]+|".*"|\(.*\)|True|False', said):
+            assert said.replace('"', "'") in (repr(default), repr(default).removesuffix(".0")), name
+
+
+def test_the_files_of_the_paper_map_exist():
+    named = re.findall(r"`([\w./]+\.py)`", text_of(ROOT / "docs" / "paper-map.md"))
+    assert len(named) > 30
+    missing = [name for name in named if not (ROOT / "src" / "overlord" / name).is_file() and not (ROOT / name).is_file()]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md", ROOT / "README.md"], ids=lambda page: page.name
+)
+def test_files_named_in_pages_exist(page: Path):
+    """A bare name beside a path (`draw.py` after `planner/planner.py`) may be anywhere in the package."""
+    for name in re.findall(r"`([\w./]+\.py)`", text_of(page)):
+        anywhere = list((ROOT / "src" / "overlord").rglob(name)) if "/" not in name else []
+        assert anywhere or (ROOT / "src" / "overlord" / name).is_file() or (ROOT / name).is_file(), name
+
+
+def test_records_of_decisions_are_numbered_and_have_three_parts():
+    records = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    assert [int(r.name[:4]) for r in records] == list(range(1, len(records) + 1))
+    for record in records:
+        text = text_of(record)
+        assert text.startswith(f"# {record.name[:4]} "), record.name
+        assert all(f"**{part}.**" in text for part in ("Context", "Decision", "Consequences")), record.name
+
+
+def test_every_public_error_is_in_the_page_on_errors():
+    listed = rows_under_title(ROOT / "docs" / "errors.md")
+    public = {n for n in ov.__all__ if isinstance(getattr(ov, n), type) and issubclass(getattr(ov, n), ov.OverlordError)}
+    assert public - {"OverlordError"} == listed
+
+
+def rows_under_title(page: Path) -> set[str]:
+    return set(re.findall(r"^\| `(\w+)` \|", text_of(page), re.MULTILINE))
+
+
+def test_the_readme_has_room_for_figures_that_were_measured():
+    text = text_of(ROOT / "README.md")
+    assert "<!-- measured -->" in text
+    assert "make demo" in text.split("## ")[0]
+    assert "make test" in text.split("## ")[0]
