@@ -46,7 +46,7 @@ def tiles(f: Figures) -> list[tuple[str, str]]:
     before, after = f.compared["vanilla"].bucket.mean(), f.compared["llm_balance"].bucket.mean()
     return [
         (f"{before:.2f} → {after:.3f}", "imbalance by rank, vanilla → llm_balance"),
-        (f"{f.tokens_per_s:,.0f}", "tokens/s, at the pace of the stand-in trainer"),
+        (f"{f.tokens_per_s:,.0f}", "tokens/s, the stand-in trainer's time included"),
         (f"{f.wait_ms:.1f} ms", f"wait of the trainer per step, beside {f.compute_ms:.0f} ms of stand-in compute"),
         (f"{f.peak_bytes / 2**20:,.0f} MB", f"memory (PSS) of the process; {f.before_bytes / 2**20:,.0f} MB before launch"),
     ]

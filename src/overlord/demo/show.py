@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -31,8 +30,7 @@ def live_view(plan: LoadingPlan, meter: Meter, steps: int, width: int) -> Render
     """One frame: where we are, the mix so far, and the load of every rank in this step."""
     loads = plan.loads().sum(axis=1)
     ratio = loads / (loads.mean() or 1.0)
-    wanted = np.array([plan.extra["weights"][name] for name in plan.names])
-    wanted, realised = wanted / wanted.sum(), meter.samples / meter.samples.sum()
+    wanted, realised = meter.wanted / meter.steps, meter.samples / meter.samples.sum()
     long = max(8, min(40, width - 46))
     mix = Table.grid(padding=(0, 2))
     mix.add_row(Text("source", "dim"), Text("wanted", "dim"), Text("so far", "dim"), Text("mix of samples so far", "dim"))
@@ -42,8 +40,9 @@ def live_view(plan: LoadingPlan, meter: Meter, steps: int, width: int) -> Render
     ranks = Table.grid(padding=(0, 2))
     for r, load in list(enumerate(ratio.tolist()))[:16]:
         ranks.add_row(f"rank {r:<5}", f"{load:6.3f}", "      ", Text(bar(load, max(1.0, ratio.max()), long), "blue"))
-    done = int(28 * meter.steps / steps)
-    head = Text.assemble(("━" * done, "green"), ("━" * (28 - done), "dim"), "  ", progress_line(meter, steps, float(ratio.max())))
+    room = max(4, min(28, width - 68))
+    done = room * meter.steps // steps
+    head = Text.assemble(("━" * done, "green"), ("━" * (room - done), "dim"), "  ", progress_line(meter, steps, float(ratio.max())))
     return Group(head, Text(""), mix, Text("load of every rank in this step, mean 1", "dim"), ranks)
 
 
@@ -61,6 +60,8 @@ def side_by_side(f: Figures, width: int) -> RenderableType:
             Text(bar(before[r], most, long).ljust(long), "red"), f"{before[r] / mean:.3f}",
             Text(bar(after[r], most, long).ljust(long), "blue"), f"{after[r] / mean:.3f}",
         )  # fmt: skip
+    limit = bar(f.bound[k] * mean, most, long)
+    table.add_row(*(Text(words, "dim") for words in ("bound", limit, f"{f.bound[k]:.3f}", limit, f"{f.bound[k]:.3f}")))
     says = (
         f"slowest rank over the mean: {f.compared['vanilla'].bucket[k]:.3f} unplanned, {f.compared['llm_balance'].bucket[k]:.3f} planned; "
         f"no placement can go below {f.bound[k]:.3f}"
@@ -73,7 +74,7 @@ def side_by_side(f: Figures, width: int) -> RenderableType:
 def summary(f: Figures, width: int) -> RenderableType:
     memory = f"{f.peak_bytes / 2**20:,.0f} MB (PSS of the whole process; {f.before_bytes / 2**20:,.0f} MB before the job was launched)"
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("tokens", f"{f.tokens:,} in {f.steps} steps, {f.tokens_per_s:,.0f} tokens/s at the pace of the trainer")
+    facts.add_row("tokens", f"{f.tokens:,} in {f.steps} steps, {f.tokens_per_s:,.0f} tokens/s, the trainer's time included")
     facts.add_row("wait of the trainer", f"{f.wait_ms:.1f} ms/step after the first, beside {f.compute_ms:.0f} ms/step of stand-in compute")
     facts.add_row("memory", memory)
     head = MIX_HEAD if width >= 86 else (*MIX_HEAD[:-1], "bad")

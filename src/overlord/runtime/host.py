@@ -120,7 +120,7 @@ class Host:
             case Build(step=step, bucket=bucket):
                 staged = self._staged[step]
                 work = lambda: build_bucket(staged, bucket, self._batch, self._multiple)  # noqa: E731
-                self._executor.submit(f"build {step}/{bucket}", work, self._build_done(step, bucket))
+                self._executor.submit("build", work, self._build_done(step, bucket))
             case Deliver(step=step, rank=rank):
                 if rank in self._mailboxes:
                     self._mailboxes[rank].put(*self._built[step, self._bucket_of[rank]])

@@ -1,0 +1,130 @@
+"""The demonstration end to end on a tiny corpus: it writes what it says, from the run, and works again."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+import overlord as ov
+from overlord.cli import cli
+from overlord.demo.corpus import Shape, later_mixture, make_corpus
+from overlord.demo.figures import Figures
+from overlord.demo.pages import mix_rows, placing_rows, tiles
+from overlord.demo.run import run_demo
+from overlord.observe.inspect import inspect_job
+from overlord.planner.strategy import DENSE_12B
+from tests.unit.test_report import parse
+
+TINY = Shape(seed=5, rows=60, vocab=400, ranks=3, samples=24, context=2048)
+STEPS = 6
+
+
+def demo(out: Path, width: int = 100) -> tuple[Figures, str]:
+    screen = io.StringIO()
+    figures = run_demo(out, TINY, STEPS, Console(file=screen, width=width), "overlord demo --tiny", compute_s=0.0)
+    return figures, screen.getvalue()
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Figures, str]]:
+    out = tmp_path_factory.mktemp("demo") / "not" / "yet" / "there"
+    yield (out, *demo(out))
+
+
+def test_the_report_stands_alone_and_says_what_made_it(done: tuple[Path, Figures, str]) -> None:
+    page = (done[0] / "report.html").read_text()
+    assert parse(page).tags.count("svg") == 4
+    assert not re.search(r"https?://", page)
+    assert page.count("Made by <code>overlord demo --tiny</code>") == 6
+
+
+def test_report_and_terminal_show_the_figures_of_the_run(done: tuple[Path, Figures, str]) -> None:
+    out, figures, screen = done
+    page = (out / "report.html").read_text()
+    for row in (*mix_rows(figures), *placing_rows(figures)):
+        assert "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" in page
+        assert re.search(r"\s+".join(re.escape(cell) for cell in row if cell), screen)
+    for figure, _ in tiles(figures):
+        assert f"<b>{escape(figure)}</b>" in page
+
+
+def test_the_figures_are_those_of_the_stream(done: tuple[Path, Figures, str]) -> None:
+    """Runs the written job again, by itself, and computes the figures from what arrives."""
+    out, figures, _ = done
+    job = ov.Job.from_yaml(out / "job.yaml")
+    with ov.launch(job) as session:
+        session.set_mixture(later_mixture(), at=STEPS // 2)
+        clients = [session.client(rank) for rank in range(TINY.ranks)]
+        for k in range(STEPS):
+            pieces = [piece for client in clients for microbatch in next(client) for piece in microbatch.samples]
+            counts = [sum(piece.sample.source == name for piece in pieces) for name in job.names]
+            assert figures.realised[k].tolist() == pytest.approx([n / TINY.samples for n in counts])
+            costs = DENSE_12B({"tokens": session.plan(k).tokens})
+            unplanned = np.array([costs[rank :: TINY.ranks].sum() for rank in range(TINY.ranks)])  # sample i to rank i mod ranks
+            assert figures.compared["vanilla"].bucket[k] == pytest.approx(unplanned.max() / unplanned.mean())
+            assert figures.compared["llm_balance"].bucket[k] == pytest.approx(session.plan(k).imbalance()["bucket"])
+            assert figures.bound[k] == pytest.approx(max(1.0, costs.max() / unplanned.mean()))
+
+
+def test_the_mix_changes_half_way_as_wanted(done: tuple[Path, Figures, str]) -> None:
+    figures = done[1]
+    assert figures.changed_at == STEPS // 2
+    assert np.abs((figures.realised - figures.wanted).sum(axis=0) * TINY.samples).max() < 2
+    assert not np.allclose(figures.wanted[0], figures.wanted[-1])
+
+
+def test_planning_beats_no_planning(done: tuple[Path, Figures, str]) -> None:
+    figures = done[1]
+    planned, unplanned = (figures.compared[name].bucket for name in ("llm_balance", "vanilla"))
+    assert (planned <= unplanned + 1e-9).all()
+    assert (planned >= figures.bound - 1e-9).all()
+
+
+def test_a_second_demo_uses_the_corpus_and_shows_the_same_plans(done: tuple[Path, Figures, str]) -> None:
+    out, figures, _ = done
+    before = {p: p.stat().st_mtime_ns for p in (out / "corpus").rglob("*")}
+    again, screen = demo(out, width=80)
+    assert "found in" in screen
+    assert {p: p.stat().st_mtime_ns for p in (out / "corpus").rglob("*")} == before
+    assert mix_rows(again) == mix_rows(figures)
+    assert placing_rows(again) == placing_rows(figures)
+    assert max(len(line) for line in screen.splitlines() if "report" not in line and str(out) not in line) <= 80
+
+
+def test_the_corpus_is_the_same_wherever_it_is_made(done: tuple[Path, Figures, str], tmp_path: Path) -> None:
+    assert make_corpus(tmp_path, TINY, lambda words: None)
+    files = [p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".tar"]
+    assert len({p.suffix for p in files}) >= 5
+    assert all((tmp_path / p).read_bytes() == (done[0] / p).read_bytes() for p in files)
+
+
+def test_a_corpus_left_half_made_is_made_again(tmp_path: Path) -> None:
+    make_corpus(tmp_path, TINY, lambda words: None)
+    (tmp_path / "corpus" / "made-from.json").write_text("{")
+    assert make_corpus(tmp_path, TINY, lambda words: None)
+    assert not make_corpus(tmp_path, TINY, lambda words: None)
+
+
+def test_nothing_in_the_corpus_is_broken(done: tuple[Path, Figures, str]) -> None:
+    job = ov.Job.from_yaml(done[0] / "job.yaml")
+    found = inspect_job(job, full=True)
+    assert [(r.failures, r.bad) for r in found] == [([], {})] * len(job.sources)
+    assert len({r.format for r in found}) >= 4
+    medians = [float(np.median(r.tokens)) for r in found]
+    assert max(medians) > 20 * min(medians)  # the sources are skewed
+
+
+def test_a_folder_that_cannot_be_written_is_said_plainly(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(cli, ["demo", "--out", str(tmp_path / "file" / "demo"), "--steps", "1"])
+    assert result.exit_code == 2
+    assert "choose another folder with --out" in result.stderr
+    assert "Traceback" not in result.output

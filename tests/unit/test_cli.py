@@ -1,0 +1,266 @@
+"""The command line on small real files: what it prints, how it fails, and that it stops when told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+import overlord as ov
+from overlord.cli import cli
+from overlord.observe.running import step_digest
+from overlord.observe.watch import Taken
+from tests.corpus import write_rows
+
+SRC = Path(__file__).parents[2] / "src"
+
+
+def rows(n: int, base: int) -> list[dict[str, Any]]:
+    return [{"tokens": [base + k] * (1 + (7 * k) % 23)} for k in range(n)]
+
+
+def job_file(folder: Path, epochs: int | None = 1, **changes: Any) -> Path:
+    sources = {
+        "web": {"path": write_rows(folder / "web", "parquet", rows(60, 100), row_group_size=16), "weight": 2, "epochs": epochs},
+        "code": {"path": write_rows(folder / "code", "jsonl", rows(60, 300)), "epochs": epochs},
+    }
+    for source in sources.values():
+        source["transforms"] = [{"tokens": {"column": "tokens"}}]
+    job = {"name": "small", "sources": sources, "batch": {"samples": 12, "context": 64, "microbatches": 2}, "place": {"dp": 2}, "seed": 3}
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump({**job, **changes}))
+    return path
+
+
+def overlord(*args: str | Path) -> Result:
+    return CliRunner().invoke(cli, [str(a) for a in args])
+
+
+def step_lines(result: Result) -> list[str]:
+    assert result.exit_code == 0, result.output
+    return [line for line in result.stdout.splitlines() if line.startswith("step ")]
+
+
+def test_a_run_ends_with_the_mix_wanted_and_realised(tmp_path: Path) -> None:
+    result = overlord("run", job_file(tmp_path), "--steps", "4")
+    assert result.exit_code == 0, result.output
+    table = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line}
+    assert table["web"][:3] == ["66.67%", "66.67%", "32"]
+    assert table["code"][:3] == ["33.33%", "33.33%", "16"]
+    assert table["steps"][0] == "4,"
+
+
+def test_without_steps_a_run_goes_to_the_end_of_the_data(tmp_path: Path) -> None:
+    result = overlord("run", job_file(tmp_path))
+    table = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line}
+    assert (table["web"][2], table["code"][2], table["steps"][0]) == ("60", "60", "10,")
+
+
+def test_a_job_that_never_ends_asks_for_steps(tmp_path: Path) -> None:
+    result = overlord("run", job_file(tmp_path, epochs=None))
+    assert result.exit_code == 2
+    assert "never ends" in result.stderr
+    assert "--steps" in result.stderr
+
+
+def test_a_job_that_repeats_but_has_an_end_needs_no_steps(tmp_path: Path) -> None:
+    assert len(step_lines(overlord("run", job_file(tmp_path, epochs=None, until=3), "--digest"))) == 3
+
+
+def test_two_runs_have_equal_digests_and_another_seed_has_others(tmp_path: Path) -> None:
+    job = job_file(tmp_path)
+    first, second = (step_lines(overlord("run", job, "--steps", "3", "--digest")) for _ in range(2))
+    other = step_lines(overlord("run", job_file(tmp_path, seed=4), "--steps", "3", "--digest"))
+    assert first == second
+    assert not set(first) & set(other)
+
+
+def test_a_saved_state_goes_on_where_it_was_left(tmp_path: Path) -> None:
+    job, state = job_file(tmp_path), tmp_path / "state.json"
+    whole = step_lines(overlord("run", job, "--steps", "6", "--digest"))
+    front = step_lines(overlord("run", job, "--steps", "2", "--digest", "--save", state))
+    assert json.loads(state.read_text())["step"] == 2
+    assert front + step_lines(overlord("run", job, "--steps", "4", "--digest", "--resume", state)) == whole
+
+
+def test_one_rank_alone_gets_what_it_gets_beside_the_others(tmp_path: Path) -> None:
+    job = job_file(tmp_path)
+    with ov.launch(ov.Job.from_yaml(job)) as session:
+        clients = [session.client(r) for r in range(2)]
+        steps = [next(client) for client in clients]
+        wanted = [step_digest(Taken(session.plan(0), (step,), 0.0)) for step in steps]
+    found = [step_lines(overlord("run", job, "--steps", "1", "--rank", str(r), "--digest")) for r in range(2)]
+    assert found == [[f"step 0 {w}"] for w in wanted]
+    assert wanted[0] != wanted[1]
+
+
+def test_a_state_of_another_job_is_refused_by_name_unless_allowed(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    overlord("run", job_file(tmp_path), "--steps", "1", "--save", state)
+    changed = job_file(tmp_path, seed=4)
+    refused = overlord("run", changed, "--steps", "1", "--resume", state)
+    assert refused.exit_code == 2
+    assert "seed: saved 3, found 4" in refused.stderr
+    assert overlord("run", changed, "--steps", "1", "--resume", state, "--allow", "seed").exit_code == 0
+
+
+def test_a_state_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
+    result = overlord("run", job_file(tmp_path), "--digest", "--save", tmp_path / "nowhere" / "state.json")
+    assert result.exit_code == 2
+    assert "nowhere" in result.stderr
+    assert "step 0" not in result.stdout
+
+
+def test_a_bad_job_file_shows_all_its_problems_and_no_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("name: x\nsources:\n  web: {path: 3, wieght: 1}\nbatch: {samples: 0, context: 8}\nstrategie: x\n")
+    result = overlord("run", path)
+    assert result.exit_code == 2
+    for problem in ("strategie: unknown", "batch.samples", "sources.web.path", "did you mean 'weight'?"):
+        assert problem in result.stderr
+    assert "Traceback" not in result.output
+    assert "Traceback" in overlord("run", path, "--debug").stderr
+
+
+def test_functions_of_a_job_file_come_from_an_imported_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_functions_of_cli_test.py").write_text(
+        "import overlord as ov\n\ndef short(row):\n    return len(row['tokens']) < 9\n\nov.register_function('cli_test_short', short)\n"
+    )
+    path = job_file(tmp_path)
+    job = yaml.safe_load(path.read_text())
+    job["sources"]["web"]["transforms"].insert(0, {"filter": {"fn": "cli_test_short", "rows": True}})
+    path.write_text(yaml.safe_dump(job))
+    monkeypatch.chdir(tmp_path)
+    assert "cli_test_short" in overlord("inspect", path).stderr
+    result = overlord("inspect", path, "--import", "my_functions_of_cli_test")
+    assert result.exit_code == 0, result.output
+    assert "dropped by a filter" in result.stdout
+    assert overlord("inspect", path, "--import", "no_such_module_anywhere").exit_code == 2
+
+
+def test_inspect_counts_what_is_there(tmp_path: Path) -> None:
+    result = overlord("inspect", job_file(tmp_path))
+    assert result.exit_code == 0, result.output
+    web = next(line for line in result.stdout.splitlines() if line.startswith("web") and "parquet" in line)
+    code = next(line for line in result.stdout.splitlines() if line.startswith("code") and "jsonl" in line)
+    assert web.split()[1:5] == ["parquet", "2", "4", "60"]  # format, files, chunks, rows
+    assert "1 / 12 / 23" in web
+    assert "unknown until read" in code
+    assert "tokens: list" in result.stdout
+
+
+def test_inspect_goes_on_over_broken_sources_and_lists_them_all(tmp_path: Path) -> None:
+    path = job_file(tmp_path)
+    job = yaml.safe_load(path.read_text())
+    parquet = Path(write_rows(tmp_path / "cut", "parquet", rows(60, 1))).parent / "part-00001.parquet"
+    parquet.write_bytes(parquet.read_bytes()[:-100])
+    packed = Path(write_rows(tmp_path / "flipped", "jsonl.gz", rows(60, 1))).parent / "part-00000.jsonl.gz"
+    packed.write_bytes(b"no gzip at all" * 20)
+    lines = Path(write_rows(tmp_path / "oneline", "jsonl", rows(20, 1), files=1)).parent / "part-00000.jsonl"
+    lines.write_text("this is no JSON\n" + lines.read_text())
+    for name in ("cut", "flipped", "oneline", "missing"):
+        job["sources"][name] = {"path": str(tmp_path / name / "*"), "transforms": [{"tokens": {}}]}
+    path.write_text(yaml.safe_dump(job))
+    result = overlord("inspect", path)
+    assert result.exit_code == 1
+    assert "3 of 6 sources" in result.stderr
+    for words in ("part-00001.parquet", "part-00000.jsonl.gz", "missing"):
+        assert words in result.stderr
+    assert "oneline" not in result.stderr  # one bad line is quarantined by a run; it stops nothing
+    assert "1 of 21" in next(line for line in result.stdout.splitlines() if line.startswith("oneline"))
+    assert "60" in next(line for line in result.stdout.splitlines() if line.startswith("web"))
+    assert "Traceback" not in result.output
+
+
+def test_a_full_inspection_reads_every_row(tmp_path: Path) -> None:
+    path = job_file(tmp_path, slice_rows=4)
+    assert "looked at 8 rows" in overlord("inspect", path).stdout
+    assert "looked at 60 rows" in overlord("inspect", path, "--full").stdout
+
+
+def test_the_plan_is_the_one_that_a_run_makes(tmp_path: Path) -> None:
+    path = job_file(tmp_path)
+    with ov.launch(ov.Job.from_yaml(path)) as session:
+        steps = [step for _, step in zip(range(4), session.client(0), strict=False)]
+    result = overlord("plan", path, "--step", "3")
+    assert result.exit_code == 0, result.output
+    assert steps[3].plan_digest in result.stdout
+    assert "no placement can go below" in result.stdout
+
+
+def test_a_plan_can_be_asked_for_another_place_and_strategy(tmp_path: Path) -> None:
+    result = overlord("plan", job_file(tmp_path), "--step", "0", "--place", "dp=4", "--strategy", "vanilla")
+    assert "placed by vanilla" in result.stdout
+    buckets = [line.split() for line in result.stdout.splitlines() if line[:1].isdigit()]
+    assert [b[0] for b in buckets] == ["0", "1", "2", "3"]
+    assert {b[4] for b in buckets} == {"3"}  # 12 samples, dealt out evenly
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--step", "10"), "ends after 10 steps"),
+        (("--step", "1", "--place", "dq=4"), "'dq=4'"),
+        (("--step", "1", "--place", "dp=0"), "place.dp"),
+        (("--step", "1", "--strategy", "lmm_balance"), "did you mean 'llm_balance'?"),
+    ],
+)
+def test_a_plan_that_cannot_be_says_why(tmp_path: Path, args: tuple[str, ...], says: str) -> None:
+    result = overlord("plan", job_file(tmp_path), *args)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom overlord.cli import cli\ntry:\n    cli(['--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'numpy', 'pyarrow', 'rich', 'yaml', 'tokenizers', 'torch'} & set(sys.modules)\nassert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=_env(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "inspect" in done.stdout
+
+
+def test_ctrl_c_stops_a_run_saves_its_state_and_leaves_nothing(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    args = ["run", str(job_file(tmp_path, epochs=None)), "--steps", "1000000", "--digest", "--save", str(state)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "overlord.cli", *args], env=_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("step 0 ")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in out + err
+    assert "stopped" in err
+    taken = [line for line in out.splitlines() if line.startswith("step ")]
+    assert json.loads(state.read_text())["step"] >= len(taken)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # no process of its group is left
+
+
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
+    args = ["run", str(job_file(tmp_path, epochs=None)), "--steps", "100000", "--digest"]
+    process = subprocess.Popen([sys.executable, "-m", "overlord.cli", *args], env=_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    with process.stderr:
+        assert "Traceback" not in process.stderr.read()
+    assert process.wait(30) == 1
+
+
+def _env() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(SRC), "PYTHONUNBUFFERED": "1"}
