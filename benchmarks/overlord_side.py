@@ -10,7 +10,7 @@ from typing import Any
 
 import overlord as ov
 from corpus import Corpus
-from peers.kernel import READ_ROWS, Work
+from peers.kernel import Work
 
 FILL = 0.85  # share of the context that next-fit reaches on this data: equal microbatches, equal tokens in each
 MEAN_TOKENS = {"null": 424.0, "tokenized": 593.0}  # of a sample of this data after the cut at 8192
@@ -35,7 +35,6 @@ def make_job(corpus: Corpus, work: Work) -> ov.Job:
         batch=ov.Batch(samples=samples_per_step(work), microbatches=work.microbatches, context=work.context),
         strategy="llm_balance",
         seed=work.seed,
-        slice_rows=READ_ROWS,  # as many rows of a source at a time as the peers decode
     )
 
 

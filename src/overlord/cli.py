@@ -57,7 +57,8 @@ def demo(out: Path, steps: int, ranks: int, rows: int, seed: int, debug: bool) -
         changed = [f"--{name} {value}" for name, value, usual in given if value != usual]
         command = " ".join(["overlord demo", f"--out {shlex.quote(str(out))}", f"--steps {steps}", *changed])
         vocab = 8192 if rows >= 1000 else 1024
-        run_demo(out, Shape(seed=seed, rows=rows, ranks=ranks, vocab=vocab), steps, _console(), command)
+        shape = Shape(seed=seed, rows=rows, ranks=ranks, vocab=vocab, samples=min(512, 32 * ranks))
+        run_demo(out, shape, steps, _console(), command)
 
     _guarded(act, debug)
 

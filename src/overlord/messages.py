@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -71,8 +72,7 @@ class Refill:
     horizon: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Cursor:
+class Cursor(NamedTuple):
     """A place in a source's stream: just behind sample (file, row, part) of a window; file -1: at the window's start."""
 
     epoch: int = 0
@@ -136,6 +136,7 @@ class Evaluated:
     found: Found
     rows: int  # raw rows this took from the window
     nbytes: int
+    seconds: float = 0.0  # what it cost: blocks are sized by it
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +230,10 @@ class StreamState:
     """The planner's state between two steps: small, global, the same on every rank. What a checkpoint holds."""
 
     step: int  # the next step to draw
-    cursors: tuple[Cursor, ...]
+    cursors: np.ndarray  # int64 [sources, 6]: a Cursor each
     owed: tuple[int, ...]
     active: tuple[bool, ...]
     events: tuple[SetMixture | Skip, ...] = ()
     mix_step: int = 0  # the step whose weights are in force (mix_every="epoch" keeps them)
     mix_epoch: int = 0
-    counts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # per source: samples, quarantined, dropped
+    counts: Mapping[str, np.ndarray] = field(default_factory=dict)  # per source: samples, tokens, quarantined, dropped

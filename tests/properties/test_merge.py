@@ -63,9 +63,9 @@ def test_the_merged_stream_is_the_windows_in_order_whoever_announces_first(case:
     bad: list[int] = []
 
     def take(n: int) -> None:
-        taken = stream.take(n)
-        got.extend(int(r) for _, found, _ in taken.pieces for r in found.row)
-        bad.extend(row for _, _, row, _ in taken.bad)
+        pieces, passed = stream.take(n)
+        got.extend(int(r) for piece in pieces for r in piece.found.row[piece.start : piece.stop])
+        bad.extend(row for _, _, row, _ in passed)
 
     while any(talks):
         k = rng.choice([k for k in range(loaders) if talks[k]])

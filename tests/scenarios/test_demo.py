@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
@@ -34,9 +33,9 @@ def demo(out: Path, width: int = 100) -> tuple[Figures, str]:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Figures, str]]:
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Figures, str]:
     out = tmp_path_factory.mktemp("demo") / "not" / "yet" / "there"
-    yield (out, *demo(out))
+    return (out, *demo(out))
 
 
 def test_the_report_stands_alone_and_says_what_made_it(done: tuple[Path, Figures, str]) -> None:

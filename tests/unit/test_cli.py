@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 import overlord as ov
 from overlord.cli import cli
-from overlord.observe.running import step_digest
+from overlord.observe.running import never_ends, step_digest
 from overlord.observe.watch import Taken
 from tests.corpus import write_rows
 
@@ -41,7 +41,7 @@ def job_file(folder: Path, epochs: int | None = 1, **changes: Any) -> Path:
 
 
 def overlord(*args: str | Path) -> Result:
-    return CliRunner().invoke(cli, [str(a) for a in args])
+    return CliRunner(env={"COLUMNS": "120"}).invoke(cli, [str(a) for a in args])
 
 
 def step_lines(result: Result) -> list[str]:
@@ -69,6 +69,23 @@ def test_a_job_that_never_ends_asks_for_steps(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "never ends" in result.stderr
     assert "--steps" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("until", "epochs", "endless"),
+    [
+        ("all", (None, 1), True),
+        ("all", (2, 1), False),
+        ("first", (None, 1), False),
+        ("first", (None, None), True),
+        (5, (None, None), False),
+    ],
+)
+def test_a_job_never_ends_by_its_sources_and_until(until: str | int, epochs: tuple[int | None, ...], endless: bool) -> None:
+    sources = [ov.Source(f"s{i}", "x.parquet", epochs=n) for i, n in enumerate(epochs)]
+    spare = ov.Source("spare", "x.parquet", epochs=None, weight=0)  # never drawn, so that it cannot keep a job going
+    job = ov.Job(name="j", sources=[*sources, spare], batch=ov.Batch(samples=1, context=8), until=until)
+    assert never_ends(job) is endless
 
 
 def test_a_job_that_repeats_but_has_an_end_needs_no_steps(tmp_path: Path) -> None:
@@ -152,7 +169,7 @@ def test_inspect_counts_what_is_there(tmp_path: Path) -> None:
     web = next(line for line in result.stdout.splitlines() if line.startswith("web") and "parquet" in line)
     code = next(line for line in result.stdout.splitlines() if line.startswith("code") and "jsonl" in line)
     assert web.split()[1:5] == ["parquet", "2", "4", "60"]  # format, files, chunks, rows
-    assert "1 / 12 / 23" in web
+    assert "tokens 1 / 12 / 23" in result.stdout
     assert "unknown until read" in code
     assert "tokens: list" in result.stdout
 
@@ -252,7 +269,9 @@ def test_ctrl_c_stops_a_run_saves_its_state_and_leaves_nothing(tmp_path: Path) -
 
 def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
     args = ["run", str(job_file(tmp_path, epochs=None)), "--steps", "100000", "--digest"]
-    process = subprocess.Popen([sys.executable, "-m", "overlord.cli", *args], env=_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "overlord.cli", *args], env=_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.readline()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ def a_report(word: str = "web") -> Report:
         about=word, bar_name="rank", y_label="cost", mean=3.0, bound=1.0, bound_label=word,
     )  # fmt: skip
     return Report(
-        title=word, lead=word, command=f"overlord demo --out {word}", tiles=[("1", word)], attached=[(word, word)],
+        title=word, lead=word, command=f"overlord demo --out {word}", tiles=[(word, word)], attached=[(word, word)],
         parts=[Picture(title=word, shows=word, svg=drawn), Sheet(title=word, shows=word, head=(word, "n"), rows=[(word, "7")])],
     )  # fmt: skip
 
@@ -113,7 +114,7 @@ def test_names_at_the_ends_of_lines_never_lie_over_each_other(ends: list[float])
     drawn = ET.fromstring(svg.lines(x, series, about="", x_label="", y_label="", y_from=0, y_to=100, show=str))
     at = sorted(float(t.attrib["y"]) for t in drawn.iter("text") if t.get("class") == "name")
     assert len(at) == len(ends)
-    assert all(b - a >= svg.LABEL_GAP - 0.2 for a, b in zip(at, at[1:], strict=False))
+    assert all(b - a >= svg.LABEL_GAP - 0.2 for a, b in pairwise(at))
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6))

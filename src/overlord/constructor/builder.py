@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from overlord.constructor.microbatch import build
+from overlord.constructor.microbatch import build, fresh
 from overlord.job import Batch
 from overlord.messages import Stage
 from overlord.plan import LoadingPlan
@@ -35,18 +36,26 @@ class Bucket:
     bounds: np.ndarray
 
 
-def build_bucket(staged: StagedStep, bucket: int, batch: Batch, multiple: int) -> Bucket:
-    """Gather the bucket's documents and cut its microbatches."""
+def build_buckets(
+    staged: StagedStep, buckets: Sequence[int], batch: Batch, multiple: int, slab: Callable[[int], np.ndarray] = fresh
+) -> list[Bucket]:
+    """Gather the documents of some buckets and cut their microbatches: one gather for all, since small ones cost more apart."""
     main = staged.plan.main
-    mine = np.flatnonzero(main.bucket == bucket)
-    mine = mine[np.lexsort((main.slot[mine], main.microbatch[mine]))]
-    rows, microbatch = main.sample[mine], main.microbatch[mine]
+    m = main.n_microbatches
+    number = np.full(main.n_buckets, -1)
+    number[list(buckets)] = np.arange(len(buckets))
+    order = main.order()
+    order = order[number[main.bucket[order]] >= 0]
+    place = number[main.bucket[order]] * m + main.microbatch[order]
+    if len(buckets) > 1 and list(buckets) != sorted(buckets):
+        sort = np.argsort(place, kind="stable")
+        order, place = order[sort], place[sort]
+    rows = main.sample[order]
     docs = staged.stage.doc[rows]
     offsets = staged.tokens.offsets
     start = offsets[docs]
     arrays = build(
-        staged.tokens.values, start, offsets[docs + 1] - start, microbatch, main.n_microbatches,
-        staged.plan.source[rows], batch, multiple,
+        staged.tokens.values, start, offsets[docs + 1] - start, place, m * len(buckets), staged.plan.source[rows], batch, multiple, slab
     )  # fmt: skip
-    bounds = np.searchsorted(microbatch, np.arange(main.n_microbatches + 1))
-    return Bucket(arrays, rows, bounds)
+    bounds = np.searchsorted(place, np.arange(m * len(buckets) + 1))
+    return [Bucket(arrays[k * m : (k + 1) * m], rows, bounds[k * m : (k + 1) * m + 1]) for k in range(len(buckets))]

@@ -13,6 +13,7 @@ from overlord.messages import Announce, Cursor, Evaluate, Evaluated, Pop, Read, 
 
 Command = Read | Evaluate | Announce
 
+BLOCK_S = 0.008  # a block of rows should cost about this much: far above the 0.2 ms of a round trip, short enough to interleave
 GROUPS_AHEAD = 8  # groups a loader may open beyond the one the planner draws from; windows in memory are bounded by the level
 
 
@@ -21,7 +22,7 @@ class Loader:
 
     def __init__(
         self, number: int, order: SourceOrder, *, epochs: int | None, loader: int = 0, loaders: int = 1,
-        cursor: Cursor | None = None, block_rows: int = 64, budget_bytes: int = 2**26,
+        cursor: Cursor | None = None, block_rows: int = 16, budget_bytes: int = 2**26,
     ):  # fmt: skip
         cursor = cursor or Cursor()
         self.number, self._order, self._loader, self._loaders = number, order, loader, loaders
@@ -39,7 +40,7 @@ class Loader:
         self._horizon = cursor.epoch * order.n_groups + cursor.group + GROUPS_AHEAD
         self.ready = 0  # samples announced and not popped
         self.ready_bytes = 0
-        self._bytes_per_sample = 0.0
+        self._bytes_per_sample = self._row_s = 0.0
         self._next_group()
 
     def handle(self, event: Any, now: float = 0.0) -> list[Command]:
@@ -72,6 +73,7 @@ class Loader:
     def _evaluated(self, event: Evaluated) -> list[Command]:
         self._busy = ""
         self._rows -= event.rows
+        self._row_s = event.seconds / max(1, event.rows)
         self.ready += len(event.found)
         self.ready_bytes += event.nbytes
         if len(event.found):
@@ -120,8 +122,14 @@ class Loader:
         return self.ready < self._level and self.ready_bytes < self._budget
 
     def _block(self) -> int:
-        """Just what the draw waits for, when it waits; whole blocks otherwise, since each costs a round trip."""
-        return self._must - self.ready if self.ready < self._must else max(self._block_rows, self._level - self.ready)
+        """Just what the draw waits for, when it waits; else rows worth a few milliseconds, since each block costs a round trip.
+
+        The size changes what is held ready, never the stream: a row's samples depend on the row alone.
+        """
+        if self.ready < self._must:
+            return self._must - self.ready
+        worth = int(BLOCK_S / self._row_s) if self._row_s > 0 else 0
+        return max(self._block_rows, self._level - self.ready, worth)
 
     @property
     def doing(self) -> str:

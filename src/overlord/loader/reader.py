@@ -137,7 +137,7 @@ class SourceReader:
         window.position = b
         key, file, row, at = window.key[a:b], window.file[a:b], window.row[a:b], window.at[a:b]
         good = np.flatnonzero(at >= 0)
-        block = self.stages.row_stage(window.table.take(pa.array(at[good])))
+        block = self.stages.row_stage(_rows(window.table, at[good]))
         index, part, tokens, meta = block.index, block.part, block.tokens, dict(block.meta)
         if window.after is not None and a == 0:
             keep = np.flatnonzero(~_already_drawn(file[good][index], row[good][index], part, window.after))
@@ -148,9 +148,10 @@ class SourceReader:
         if b == len(window.key):
             self._window = None
             self.stats.raw_bytes = 0
+        took = time.perf_counter() - start
         self.stats.samples += len(found)
-        self.stats.transform_s += time.perf_counter() - start
-        return Evaluated(found, b - a, tokens.nbytes), tokens
+        self.stats.transform_s += took
+        return Evaluated(found, b - a, tokens.nbytes, took), tokens
 
     def _found(
         self, key: np.ndarray, file: np.ndarray, row: np.ndarray, at: np.ndarray, good: np.ndarray, index: np.ndarray,
@@ -171,6 +172,13 @@ def _concat(tables: list[pa.Table]) -> pa.Table:
     if len(tables) > 1:
         tables = [pa.concat_tables(tables, promote_options="permissive")]
     return tables[0].combine_chunks()
+
+
+def _rows(table: pa.Table, at: np.ndarray) -> pa.Table:
+    """Chosen rows of a table; a run of consecutive ones (unshuffled sources) is a view."""
+    if len(at) and int(at[-1]) - int(at[0]) == len(at) - 1 and bool((at[1:] > at[:-1]).all()):
+        return table.slice(int(at[0]), len(at))
+    return table.take(pa.array(at))
 
 
 def _not_before(key: np.ndarray, file: np.ndarray, row: np.ndarray, after: Cursor, order: SourceOrder, epoch: int) -> np.ndarray:

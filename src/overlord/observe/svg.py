@@ -105,8 +105,7 @@ def ridges(rows: Sequence[Ridge], *, about: str, x_label: str, limit: float, lim
 
 
 def _ridge(row: Ridge, edges: np.ndarray, sx: Scale, base: float, tall: float) -> list[str]:
-    # A value on an edge counts below it, so that documents cut to the limit stand before the limit's line.
-    counts, _ = np.histogram(np.maximum(np.log2(np.maximum(row.values, 1)) - 1e-9, 0.0), edges)
+    counts, _ = np.histogram(np.log2(np.maximum(row.values, 1)), edges)
     most = max(1, int(counts.max(initial=1)))
     out = []
     for k in np.flatnonzero(counts).tolist():

@@ -96,14 +96,14 @@ def _facts(facts: Sequence[tuple[str, str]]) -> Table:
 
 def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
     """Every source in one row, then the columns of each and what is bad about it."""
-    head = ("source", "format", "files", "chunks", "rows", "bytes", "tokens min/median/max", "bad rows")
+    head = ("source", "format", "files", "chunks", "rows", "bytes", "bad rows")
     rows = [
         (
             r.name, r.format, f"{r.files:,}", f"{r.chunks:,}", "unknown until read" if r.rows is None else f"{r.rows:,}", size(r.nbytes),
-            _spread(r.tokens), f"{r.bad_rows:,} of {r.sampled_rows:,}",
+            f"{r.bad_rows:,} of {r.sampled_rows:,}",
         )
         if r.format
-        else (r.name, "failed", *("-",) * 6)
+        else (r.name, "failed", *("-",) * 5)
         for r in reports
     ]  # fmt: skip
     parts: list[RenderableType] = [grid(head, rows, 2), Text("")]
@@ -112,13 +112,15 @@ def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
             columns = ", ".join(f"{name}: {kind}" for name, kind in r.schema.items()) or "none"
             looked = f"looked at {r.sampled_rows:,} rows in {r.sampled_files:,} of {r.files:,} files"
             dropped = f", {r.dropped:,} dropped by a filter" if r.dropped else ""
-            parts.append(Text.assemble((r.name, "bold"), f"  columns {columns}; {looked}{dropped}"))
+            parts.append(Text.assemble((r.name, "bold"), f"  {_spread(r.tokens)}; columns {columns}; {looked}{dropped}"))
             parts += [Text(f"  bad: {reason}") for reason in r.reasons()]
     return Group(*parts)
 
 
 def _spread(tokens: np.ndarray) -> str:
-    return f"{int(tokens.min()):,} / {np.median(tokens):,.0f} / {int(tokens.max()):,}" if len(tokens) else "-"
+    if not len(tokens):
+        return "no sample"
+    return f"tokens {int(tokens.min()):,} / {np.median(tokens):,.0f} / {int(tokens.max()):,} (min / median / max)"
 
 
 def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
@@ -129,11 +131,12 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
     samples = np.bincount(flat, minlength=shape[0] * shape[1]).reshape(shape)
     loads = plan.loads().sum(axis=1)
     ratio = loads / (loads.mean() or 1.0)
-    cells = max(1, min(CELLS, a.n_microbatches, (width - 58) // 13))
+    long = 16 if width >= 100 else 8
+    cells = max(1, min(CELLS, a.n_microbatches, (width - 42 - long) // 14))
     head = ("bucket", "cost / mean", "", "tokens", "samples", *(f"microbatch {m}" for m in range(cells)))
     rows = [
         (
-            f"{b}", f"{ratio[b]:.3f}", bar(ratio[b], ratio.max(), 16), f"{tokens[b].sum():,}", f"{samples[b].sum():,}",
+            f"{b}", f"{ratio[b]:.3f}", bar(ratio[b], ratio.max(), long), f"{tokens[b].sum():,}", f"{samples[b].sum():,}",
             *(f"{tokens[b, m]:,} ({samples[b, m]})" for m in range(cells)),
         )
         for b in range(min(a.n_buckets, BUCKETS))

@@ -218,7 +218,7 @@ def _nested(p: Problem, parent: np.ndarray, n_parents: int, n_bins: int, capacit
     """The method inside every parent. Greedy does all parents in one sweep when they are many and their bins few."""
     if n_bins == 1:
         return np.zeros(len(parent), np.int32)
-    if p.method == "greedy" and n_bins <= n_parents:
+    if p.method == "greedy" and n_parents >= kernel.FEW_BINS and n_bins <= n_parents:
         return kernel.pack_inside(parent, p.costs, p.sizes, n_parents=n_parents, n_bins=n_bins, capacity=capacity)
     bins = np.empty(len(parent), np.int32)
     for rows in np.split(kernel.by_key(parent, n_parents), np.cumsum(np.bincount(parent, minlength=n_parents))[:-1]):

@@ -19,7 +19,7 @@ from overlord.messages import Announce, Attach, Consumed, Cursor, Detach, Finish
 from overlord.placetree import ClientPlaceTree
 from overlord.plan import LoadingPlan
 from overlord.planner.draw import Drawer, Drawn, Short, step_order
-from overlord.planner.stream import SourceStream, Taken
+from overlord.planner.stream import BadRow, Piece, SourceStream
 from overlord.sample import Buffer
 
 Schedule = Callable[[int, Mapping[str, float]], Sequence[float]]
@@ -81,7 +81,7 @@ class Totals:
 
 def initial_state(spec: PlannerSpec) -> StreamState:
     n = len(spec.sources)
-    return StreamState(step=0, cursors=(Cursor(),) * n, owed=(0,) * n, active=(True,) * n)
+    return StreamState(step=0, cursors=np.array([Cursor()] * n, np.int64), owed=(0,) * n, active=(True,) * n)
 
 
 class Planner:
@@ -92,8 +92,8 @@ class Planner:
         state = state or initial_state(spec)
         self._state = state
         self._streams = [
-            SourceStream(s.name, loaders=s.loaders, n_groups=s.n_groups, epochs=s.epochs, max_bad=s.max_bad, cursor=c)
-            for s, c in zip(spec.sources, state.cursors, strict=True)
+            SourceStream(s.name, loaders=s.loaders, n_groups=s.n_groups, epochs=s.epochs, max_bad=s.max_bad, cursor=Cursor(*c))
+            for s, c in zip(spec.sources, state.cursors.tolist(), strict=True)
         ]
         self._first_loader = np.concatenate([[0], np.cumsum([s.loaders for s in spec.sources])]).astype(np.int64)
         self._loader_source = np.repeat(np.arange(len(spec.sources)), [s.loaders for s in spec.sources]).tolist()
@@ -112,6 +112,7 @@ class Planner:
         self._weights: list[float] = []
         self.quarantine: list[Quarantined] = []
         self.totals = Totals(*(_restored(state, name, len(spec.sources)) for name in ("samples", "tokens", "quarantined", "dropped")))
+        self._dropped_before = self.totals.dropped.copy()
 
     # events
 
@@ -241,14 +242,15 @@ class Planner:
         self._finished = Finish(self._state.step, error)
         self._waiting = {}
         for i, stream in enumerate(self._streams):
-            self._list_bad(i, stream.rest())
+            if not self._state.active[i] or (error is not None and stream.error is error):
+                self._list_bad(i, stream.rest())
         return [self._finished]
 
     def _mix(self) -> None:
         """Bring the weights in force up to date."""
         state, spec = self._state, self.spec
         if spec.mix_every == "epoch" and self._weights:
-            epoch = min((c.epoch for c, w in zip(state.cursors, self._weights, strict=True) if w), default=0)
+            epoch = min((e for e, w in zip(state.cursors[:, 0].tolist(), self._weights, strict=True) if w), default=0)
             if epoch <= state.mix_epoch:
                 return
             self._state = state = replace(state, mix_step=state.step, mix_epoch=epoch)
@@ -262,73 +264,81 @@ class Planner:
 
     def _stage(self, drawn: Drawn) -> Stage:
         state, spec = self._state, self.spec
-        counts = [sum(c) for c in zip(*drawn.counts, strict=True)]
-        taken = {i: self._streams[i].take(n) for i, n in enumerate(counts) if n}
-        buffer, loader = self._buffer(drawn, taken)
+        pieces: list[tuple[int, Piece]] = []
+        for i, n in enumerate(np.sum(drawn.counts, axis=0).tolist()):
+            if n:
+                taken, bad = self._streams[i].take(n)
+                pieces += [(i, piece) for piece in taken]
+                if bad:
+                    self._list_bad(i, bad)
+        order, substep = _step_positions(drawn)
+        buffer, loader, cursors = self._buffer(pieces, order, substep)
         plan = spec.strategy(buffer, spec.place)
         _check_strategy(plan, buffer)
         plan.validate()
         # A loader's samples leave it in its own order: within a loader, that is their order in the source's stream.
         pops = np.bincount(loader, minlength=int(self._first_loader[-1]))
-        by_stream = np.lexsort((_step_positions(drawn)[0], loader))
+        by_stream = np.lexsort((order, loader))
         doc = np.empty(len(loader), np.int64)
         doc[by_stream] = np.arange(len(loader))
         self._held -= pops
         self._must = np.zeros_like(self._must)
-        self._count(taken, buffer)
-        cursors = list(state.cursors)
-        for i in taken:
-            cursors[i] = self._streams[i].cursor
+        self._count(buffer)
         events = _still_in_force(state.events, state.step)
-        self._state = replace(state, step=state.step + 1, cursors=tuple(cursors), owed=drawn.owed, active=drawn.active, events=events, counts=self._counts())
+        self._state = replace(state, step=state.step + 1, cursors=cursors, owed=drawn.owed, active=drawn.active, events=events, counts=self._counts())
         skipped = any(state.step in e.steps for e in state.events if isinstance(e, Skip))
         return Stage(plan, pops, doc, plan.digest(), self._state, skipped)
 
-    def _buffer(self, drawn: Drawn, taken: Mapping[int, Taken]) -> tuple[Buffer, np.ndarray]:
-        """The drawn samples in the order of the step, and the loader that holds each."""
-        columns: dict[str, list[np.ndarray]] = {n: [] for n in ("source", "epoch", "file", "row", "part", "loader")}
-        meta: dict[str, list[np.ndarray]] = {}
-        for i, t in taken.items():
-            for epoch, found, loader in t.pieces:
-                n = len(found)
-                columns["source"].append(np.full(n, i, np.int32))
-                columns["epoch"].append(np.full(n, epoch, np.int32))
-                columns["file"].append(found.file)
-                columns["row"].append(found.row)
-                columns["part"].append(found.part)
-                columns["loader"].append(np.full(n, loader) + self._first_loader[i])
-                for name, column in found.meta.items():
-                    meta.setdefault(name, []).append(column)
-        joined = {n: np.concatenate(parts) for n, parts in columns.items()}
-        order, substep = _step_positions(drawn)
-        loader = joined.pop("loader")[order]
-        picked = {n: c[order] for n, c in joined.items()}
-        # A column that only some sources have cannot be balanced on; it is left out rather than invented.
-        whole = {n: np.concatenate(parts)[order] for n, parts in meta.items() if sum(map(len, parts)) == len(order)}
+    def _buffer(
+        self, pieces: Sequence[tuple[int, Piece]], order: np.ndarray, substep: np.ndarray | None
+    ) -> tuple[Buffer, np.ndarray, np.ndarray]:
+        """The drawn samples in the order of the step, the loader that holds each, and the cursors behind them."""
+        parts = [p for _, p in pieces]
+        where = np.array([i for i, _ in pieces], np.int64)
+        n = np.array([p.stop - p.start for p in parts])
+        at = np.array([p.at for p in parts], np.int64)  # [pieces, 6]
+        file = np.concatenate([p.found.file[p.start : p.stop] for p in parts])
+        row = np.concatenate([p.found.row[p.start : p.stop] for p in parts])
+        part = np.concatenate([p.found.part[p.start : p.stop] for p in parts])
+        cursors = self._state.cursors.copy()
+        last, end = np.append(where[1:] != where[:-1], True), np.cumsum(n) - 1  # a source's last piece ends at its cursor
+        cursors[where[last], :3] = at[last, :3]
+        cursors[where[last], 3:] = np.stack([file[end[last]], row[end[last]], part[end[last]]], axis=1)
+        meta = {}
+        for name in parts[0].found.meta:
+            # A column that only some sources have cannot be balanced on; it is left out rather than invented.
+            if all(name in p.found.meta for p in parts):
+                meta[name] = np.concatenate([p.found.meta[name][p.start : p.stop] for p in parts])[order]
         weights = dict(zip(self.spec.names, self._weights, strict=True))
         buffer = Buffer(
-            names=self.spec.names, source=picked["source"], epoch=picked["epoch"].astype(np.int32), file=picked["file"].astype(np.int32),
-            row=picked["row"].astype(np.int64), part=picked["part"].astype(np.int32), meta=whole, batch=self.spec.batch,
-            step=self._state.step, drawn=True, substep=substep, weights=weights,
+            names=self.spec.names, source=np.repeat(where, n)[order].astype(np.int32), epoch=np.repeat(at[:, 0], n)[order].astype(np.int32),
+            file=file[order].astype(np.int32), row=row[order].astype(np.int64), part=part[order].astype(np.int32), meta=meta,
+            batch=self.spec.batch, step=self._state.step, drawn=True, substep=substep, weights=weights,
         )  # fmt: skip
-        return buffer, loader
+        return buffer, self._holders(parts, where, n)[order], cursors
 
-    def _count(self, taken: Mapping[int, Taken], buffer: Buffer) -> None:
+    def _holders(self, parts: Sequence[Piece], where: np.ndarray, n: np.ndarray) -> np.ndarray:
+        """Loader of every sample, source by source."""
+        first = np.repeat(self._first_loader[where], n)
+        if len(self._loader_source) == len(self.spec.sources):
+            return first
+        return first + np.concatenate([np.full(k, p.loader) if isinstance(p.loader, int) else p.loader[p.start : p.stop] for k, p in zip(n, parts, strict=True)])
+
+    def _count(self, buffer: Buffer) -> None:
         n = len(self.spec.sources)
         tokens = buffer.meta["tokens"]
         assert isinstance(tokens, np.ndarray)
         self.totals.samples += np.bincount(buffer.source, minlength=n)
         self.totals.tokens += np.bincount(buffer.source, weights=tokens, minlength=n).astype(np.int64)
-        for i, t in taken.items():
-            self._list_bad(i, t.bad)
 
-    def _list_bad(self, i: int, rows: list[tuple[int, int, int, str]]) -> None:
+    def _list_bad(self, i: int, rows: list[BadRow]) -> None:
         self.quarantine += [Quarantined(i, *row) for row in rows]
         self.totals.quarantined[i] += len(rows)
 
     def _counts(self) -> dict[str, tuple[int, ...]]:
         t = self.totals
-        return {n: tuple(getattr(t, n).tolist()) for n in ("samples", "tokens", "quarantined")}
+        self.totals.dropped[:] = self._dropped_before + [s.dropped for s in self._streams]
+        return {n: getattr(t, n).copy() for n in ("samples", "tokens", "quarantined", "dropped")}
 
     # what others may ask
 
@@ -345,7 +355,8 @@ class Planner:
 
     @property
     def dropped(self) -> list[int]:
-        return [s.dropped for s in self._streams]
+        """Rows that filters dropped, in windows opened so far: read-ahead counts too."""
+        return (self._dropped_before + [s.dropped for s in self._streams]).tolist()
 
     def waiting_for(self) -> str:
         """What the next plan waits for, in words."""
@@ -399,4 +410,4 @@ def _check_strategy(plan: Any, buffer: Buffer) -> None:
 
 
 def _restored(state: StreamState, name: str, n: int) -> np.ndarray:
-    return np.array(state.counts.get(name, (0,) * n), np.int64)
+    return np.array(state.counts.get(name, np.zeros(n)), np.int64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,11 +25,12 @@ class _Segment:
     loader: np.ndarray | int  # who holds each sample
     tokens: np.ndarray  # running sum, with a leading 0
     bad_at: np.ndarray  # how many samples of the segment stand before each quarantined row
+    size: int
     start: int = 0  # samples already taken
 
     @property
     def left(self) -> int:
-        return len(self.found) - self.start
+        return self.size - self.start
 
 
 @dataclass(slots=True, eq=False)
@@ -39,12 +41,17 @@ class _Share:
     closed: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Taken:
-    """Samples taken from the front, as pieces of columns, and the quarantined rows passed on the way."""
+class Piece(NamedTuple):
+    """Samples ``start`` to ``stop`` of a run: what a draw takes, without a copy."""
 
-    pieces: list[tuple[int, Found, np.ndarray | int]]  # (epoch, samples, loader)
-    bad: list[tuple[int, int, int, str]]  # (epoch, file, row, reason)
+    at: Cursor  # epoch, group, window
+    found: Found
+    loader: np.ndarray | int
+    start: int
+    stop: int
+
+
+BadRow = tuple[int, int, int, str]  # epoch, file, row, reason
 
 
 class SourceStream:
@@ -52,8 +59,7 @@ class SourceStream:
 
     def __init__(self, name: str, *, loaders: int, n_groups: int, epochs: int | None, max_bad: int, cursor: Cursor):
         self.name, self._n_loaders, self._n_groups, self._epochs, self._max_bad = name, loaders, n_groups, epochs, max_bad
-        self.cursor = cursor  # behind the last sample taken
-        self._at = replace(cursor, file=-1, row=-1, part=-1)  # the window being merged
+        self._at = Cursor(cursor.epoch, cursor.group, cursor.window)  # the window being merged
         self._shares: dict[tuple[int, int, int], list[_Share]] = {}
         self._lasts: dict[tuple[int, int], list[int | None]] = {}  # (epoch, group) -> the last window of each loader, once known
         self._segments: deque[_Segment] = deque()
@@ -158,7 +164,7 @@ class SourceStream:
             loader, bad_at = loader if isinstance(loader, int) else loader[:goods], bad_at[:bads]
         tokens = np.zeros(len(found) + 1, np.int64)
         np.cumsum(found.meta["tokens"], out=tokens[1:])
-        self._segments.append(_Segment(self._at, found, loader, tokens, bad_at))
+        self._segments.append(_Segment(self._at, found, loader, tokens, bad_at, len(found)))
         self._ready += len(found)
         self._epoch_has_sample |= len(found) > 0
 
@@ -185,10 +191,10 @@ class SourceStream:
     def _next_window(self, lasts: list[int | None]) -> None:
         at = self._at
         if any(last is None or last > at.window for last in lasts):
-            self._at = replace(at, window=at.window + 1)
+            self._at = at._replace(window=at.window + 1)
             return
         del self._lasts[at.epoch, at.group]
-        self._at = replace(at, group=at.group + 1, window=0)
+        self._at = at._replace(group=at.group + 1, window=0)
         if self._at.group < self._n_groups:
             return
         if not self._epoch_has_sample:
@@ -209,37 +215,27 @@ class SourceStream:
             if (shares is None or not shares[k].closed) and (last is None or at[2] <= last)
         ]  # fmt: skip
 
-    def take(self, n: int) -> Taken:
-        """The next n samples; moves the cursor behind them."""
-        taken = Taken([], [])
+    def take(self, n: int) -> tuple[list[Piece], list[BadRow]]:
+        """The next n samples, and the quarantined rows passed on the way."""
+        pieces: list[Piece] = []
+        bad: list[BadRow] = []
         self._ready -= n
         while n > 0:
             segment = self._segments[0]
-            a, b = segment.start, min(segment.start + n, len(segment.found))
+            a = segment.start
+            segment.start = b = min(a + n, segment.size)
             if b > a:
-                found = segment.found
-                piece = found if (a, b) == (0, len(found)) else _slice(found, a, b)
-                taken.pieces.append((segment.at.epoch, piece, segment.loader if isinstance(segment.loader, int) else segment.loader[a:b]))
-                self.cursor = replace(
-                    segment.at, file=int(found.file[b - 1]), row=int(found.row[b - 1]), part=int(found.part[b - 1])
-                )  # fmt: skip
+                pieces.append(Piece(segment.at, segment.found, segment.loader, a, b))
             if len(segment.bad_at):
-                passed = np.flatnonzero((segment.bad_at < b) & (segment.bad_at >= a))
-                taken.bad.extend(_bad_rows(segment, passed))
+                bad += _bad_rows(segment, np.flatnonzero((segment.bad_at < b) & (segment.bad_at >= a)))
             n -= b - a
-            segment.start = b
-            self._drop_empty(taken, n)
-        return taken
+            # A used-up segment is left only to reach the next sample, so that failures behind the last one stay unlisted.
+            if b == segment.size and (n > 0 or not len(segment.bad_at)):
+                bad += _bad_rows(segment, np.flatnonzero(segment.bad_at >= b))
+                self._segments.popleft()
+        return pieces, bad
 
-    def _drop_empty(self, taken: Taken, wanted: int) -> None:
-        """Leave a used-up segment only to reach the next sample, so that failures behind the cursor stay unlisted."""
-        while wanted > 0 and self._segments and not self._segments[0].left:
-            segment = self._segments.popleft()
-            taken.bad.extend(_bad_rows(segment, np.flatnonzero(segment.bad_at >= len(segment.found))))
-        if self._segments and not self._segments[0].left and not len(self._segments[0].bad_at):
-            self._segments.popleft()
-
-    def rest(self) -> list[tuple[int, int, int, str]]:
+    def rest(self) -> list[BadRow]:
         """Failures behind the last sample taken: of an exhausted source those at its end, of a broken one those that broke it."""
         if self.error is None and (self._ready or not self._exhausted):
             return []
@@ -249,7 +245,7 @@ class SourceStream:
         assert self._ready == sum(s.left for s in self._segments), (self.name, self._ready)
 
 
-def _bad_rows(segment: _Segment, which: np.ndarray) -> list[tuple[int, int, int, str]]:
+def _bad_rows(segment: _Segment, which: np.ndarray) -> list[BadRow]:
     f = segment.found
     return [(segment.at.epoch, int(f.bad_file[j]), int(f.bad_row[j]), f.bad_reason[j]) for j in which.tolist()]
 
@@ -286,13 +282,6 @@ def _split(parts: list[Found], bound: int | None) -> tuple[list[Found], list[Fou
             final.append(_take(part, np.arange(a), np.arange(b)))
             rest.append(replace(_take(part, np.arange(a, len(part)), np.arange(b, len(part.bad_key))), dropped=0))
     return final, rest
-
-
-def _slice(found: Found, a: int, b: int) -> Found:
-    """Samples a to b, without the quarantined rows (they are listed apart)."""
-    meta = {n: c[a:b] for n, c in found.meta.items()}
-    none = found.bad_key[:0]
-    return Found(found.key[a:b], found.file[a:b], found.row[a:b], found.part[a:b], meta, none, found.bad_file[:0], found.bad_row[:0], ())
 
 
 def _take(found: Found, rows: np.ndarray, bad: np.ndarray) -> Found:

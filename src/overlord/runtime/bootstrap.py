@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 
 from overlord.constructor.assembler import Assembler
 from overlord.errors import JobError, StateMismatch
@@ -111,7 +113,7 @@ class Blueprint:
             for k in range(self.loaders_of(i)):
                 loaders.append(Loader(
                     len(loaders), self.orders[i], epochs=source.epochs, loader=k, loaders=self.loaders_of(i),
-                    cursor=state.cursors[i], budget_bytes=max(1, options.buffer_bytes // total),
+                    cursor=Cursor(*state.cursors[i].tolist()), budget_bytes=max(1, options.buffer_bytes // total),
                 ))  # fmt: skip
                 readers.append(SourceReader(self.orders[i], self._chunk_reader(i), self._stages(i)))
         buckets = job.place.buckets("DP")
@@ -146,12 +148,12 @@ class Blueprint:
             "job": self.job.name,
             "fingerprint": self.fingerprint,
             "step": state.step,
-            "cursors": {n: list(asdict(c).values()) for n, c in zip(names, state.cursors, strict=True)},
+            "cursors": dict(zip(names, state.cursors.tolist(), strict=True)),
             "owed": dict(zip(names, state.owed, strict=True)),
             "active": dict(zip(names, state.active, strict=True)),
             "events": [_event_out(e) for e in state.events],
             "mix": [state.mix_step, state.mix_epoch],
-            "counts": {k: dict(zip(names, v, strict=True)) for k, v in state.counts.items()},
+            "counts": {k: dict(zip(names, v.tolist(), strict=True)) for k, v in state.counts.items()},
         }
 
     def restore(self, saved: Mapping[str, Any], allow: tuple[str, ...] = ()) -> StreamState:
@@ -163,12 +165,12 @@ class Blueprint:
         names = self.job.names
         return StreamState(
             step=int(saved["step"]),
-            cursors=tuple(Cursor(*saved["cursors"][n]) if n in saved["cursors"] else Cursor() for n in names),
+            cursors=np.array([saved["cursors"].get(n, Cursor()) for n in names], np.int64),
             owed=tuple(int(saved["owed"].get(n, 0)) for n in names),
             active=tuple(bool(saved["active"].get(n, True)) for n in names),
             events=tuple(_event_in(e) for e in saved["events"]),
             mix_step=int(saved["mix"][0]), mix_epoch=int(saved["mix"][1]),
-            counts={k: tuple(v.get(n, 0) for n in names) for k, v in saved["counts"].items()},
+            counts={k: np.array([v.get(n, 0) for n in names], np.int64) for k, v in saved["counts"].items()},
         )  # fmt: skip
 
     def _check_fingerprint(self, saved: Mapping[str, str], allow: tuple[str, ...]) -> None:

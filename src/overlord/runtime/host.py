@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from overlord.constructor.assembler import Assembler
-from overlord.constructor.builder import Bucket, StagedStep, build_bucket
+from overlord.constructor.builder import Bucket, StagedStep, build_buckets
+from overlord.constructor.slabs import SlabPool
 from overlord.errors import OverlordError
 from overlord.job import Batch
 from overlord.loader.buffer import Shelf
@@ -52,6 +53,7 @@ class Host:
         self.planner, self.loaders, self.readers, self.assemblers = planner, list(loaders), list(readers), list(assemblers)
         self.shelves = [Shelf() for _ in self.loaders]
         self._batch, self._multiple, self._executor, self._check = batch, multiple, executor, check
+        self.slabs = SlabPool()
         self._staged: dict[int, StagedStep] = {}
         self._holders: dict[int, set[int]] = {}  # step -> buckets that still need its payload
         self._built: dict[tuple[int, int], tuple[Stage, Bucket]] = {}
@@ -118,9 +120,12 @@ class Host:
             case Stage():
                 self._stage(command)
             case Build(step=step, bucket=bucket):
+                buckets = [bucket]
+                while self._queue and isinstance(self._queue[0], Build) and self._queue[0].step == step:
+                    buckets.append(self._queue.popleft().bucket)
                 staged = self._staged[step]
-                work = lambda: build_bucket(staged, bucket, self._batch, self._multiple)  # noqa: E731
-                self._executor.submit("build", work, self._build_done(step, bucket))
+                work = lambda: build_buckets(staged, buckets, self._batch, self._multiple, self.slabs)  # noqa: E731
+                self._executor.submit("build", work, self._build_done(step, buckets))
             case Deliver(step=step, rank=rank):
                 if rank in self._mailboxes:
                     self._mailboxes[rank].put(*self._built[step, self._bucket_of[rank]])
@@ -151,9 +156,9 @@ class Host:
             self._staged[step] = StagedStep(stage, Ragged.concat(pieces))
             self._holders[step] = {a.bucket for a in self.assemblers}
         for assembler in self.assemblers:
-            self._queue.extend(assembler.handle(stage))
-            if not stage.skipped:
-                self._queue.extend(assembler.handle(Staged(step)))
+            assembler.handle(stage)
+        if not stage.skipped:
+            self._queue.extend(command for a in self.assemblers for command in a.handle(Staged(step)))
 
     def _let_go(self, step: int, bucket: int) -> None:
         holders = self._holders.get(step)
@@ -177,15 +182,18 @@ class Host:
 
         return done
 
-    def _build_done(self, step: int, bucket: int) -> Callable[[Any, BaseException | None], None]:
+    def _build_done(self, step: int, buckets: Sequence[int]) -> Callable[[Any, BaseException | None], None]:
         def done(outcome: Any, error: BaseException | None) -> None:
             if error is not None:
-                log.error("building step %d for bucket %d failed: %s", step, bucket, error)
+                log.error("building step %d for buckets %s failed: %s", step, buckets, error)
                 self._run([Finish(step, _as_exception(error))])
                 return
-            self._built[step, bucket] = (self._staged[step].stage, outcome)
-            self._let_go(step, bucket)
-            self._run(self.assemblers[bucket].handle(Built(step)))
+            stage = self._staged[step].stage
+            for bucket, built in zip(buckets, outcome, strict=True):
+                self._built[step, bucket] = (stage, built)
+                self._let_go(step, bucket)
+                self._queue.extend(self.assemblers[bucket].handle(Built(step)))
+            self._run([])
 
         return done
 
