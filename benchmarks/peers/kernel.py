@@ -32,7 +32,7 @@ class Work:
     tokens: int  # real tokens of the whole cell
     context: int = 8192
     ranks: int = 4
-    microbatches: int = 4  # of a rank in a step
+    microbatches: int = 16  # of a rank in a step
     seed: int = 1
     rank: int = 0  # of this process, for peers with a process per rank
     processes: int = 1  # that share the cell

@@ -74,19 +74,18 @@ class Host:
         self._run([command for rank in mailboxes for command in self.planner.handle(Attach(rank))])
 
     def detach(self, rank: int) -> None:
-        self._mailboxes.pop(rank, None)
-        self._tell_all(Detach(rank))
+        if self._mailboxes.pop(rank, None) is not None:
+            self._queue.extend(self.assemblers[self._bucket_of[rank]].handle(Detach(rank)))
+            self._run(self.planner.handle(Detach(rank)))
 
-    def consumed(self, rank: int, step: int) -> None:
-        if rank in self._mailboxes:
-            self._tell_all(Consumed(rank, step))
+    def consumed(self, ranks: Sequence[int], step: int) -> None:
+        events = [Consumed(rank, step) for rank in ranks if rank in self._mailboxes]
+        for event in events:
+            self._queue.extend(self.assemblers[self._bucket_of[event.rank]].handle(event))
+        self._run([command for event in events for command in self.planner.handle(event)])
 
     def event(self, event: Any) -> None:
         """An event of the log, for the planner."""
-        self._run(self.planner.handle(event))
-
-    def _tell_all(self, event: Detach | Consumed) -> None:
-        self._queue.extend(self.assemblers[self._bucket_of[event.rank]].handle(event))
         self._run(self.planner.handle(event))
 
     # carrying out commands

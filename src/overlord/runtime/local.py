@@ -18,7 +18,10 @@ from overlord.errors import ActorLost, DataStall
 
 log = logging.getLogger("overlord")
 
-INLINE_S = 0.001  # handing work to a thread and back costs 0.1 to 0.3 ms of CPU
+# Handing work to a thread and back costs 0.1 to 0.3 ms, and data that crosses cores costs more again: below this, one core is
+# cheaper by a third and hardly slower (benchmarks/throughput.py, null job). Tokenizing blocks are sized above it.
+INLINE_S = 0.005
+SLOW_S = 0.020  # work done in the pump that took this long is not done there again soon
 
 
 class Pump:
@@ -83,14 +86,14 @@ class Pump:
 class ThreadExecutor:
     """A few daemon threads; building goes before reading, since a built step is what a trainer waits for.
 
-    Work that has shown to be short is done at once, in the pump: waking a thread and taking the interpreter lock back costs
-    more than a small gather. Long work of the same name goes to the threads again as soon as it is seen to be long.
+    Work that has shown to be short is done at once, in the pump. Long work of the same name goes to the threads again as soon
+    as it is seen to be long; a read that waits for a disk or a store is long.
     """
 
     def __init__(self, workers: int, post: Callable[[Callable[[], None]], None], inline_s: float = INLINE_S):
         self._post, self._work = post, deque[tuple[str, Callable[[], Any], Callable[[Any, BaseException | None], None]]]()
         self._inline_s = inline_s
-        self._seconds: dict[str, float] = {}  # name -> how long it took of late
+        self._seconds: dict[str, list[float]] = {}  # name -> how long it took, the last four times
         self._changed = threading.Condition()
         self._closed = False
         self._threads = [threading.Thread(target=self._loop, name=f"overlord-worker-{i}", daemon=True) for i in range(workers)]
@@ -98,7 +101,8 @@ class ThreadExecutor:
             thread.start()
 
     def submit(self, name: str, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None:
-        if self._seconds.get(name, 1.0) < self._inline_s:
+        # The least of four: waiting for the interpreter lock lengthens some, waiting for storage lengthens all.
+        if min(self._seconds.get(name, (1.0,))) < self._inline_s:
             done(*self._do(name, work))
             return
         with self._changed:
@@ -109,15 +113,14 @@ class ThreadExecutor:
             self._changed.notify()
 
     def _do(self, name: str, work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        start = time.thread_time()
+        start = time.perf_counter()
         try:
             return work(), None
         except BaseException as error:
             return None, error
         finally:
-            # CPU time of the thread: waiting for the interpreter lock says nothing about the work.
-            took, before = time.thread_time() - start, self._seconds.get(name)
-            self._seconds[name] = took if before is None else max(took, 0.8 * before + 0.2 * took)
+            took = time.perf_counter() - start
+            self._seconds[name] = [took] * 4 if took > SLOW_S else [*self._seconds.get(name, [])[-3:], took]
 
     def _loop(self) -> None:
         while True:

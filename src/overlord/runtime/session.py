@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -29,6 +30,9 @@ class Session:
         self._inboxes: dict[int, tuple[int, Inbox]] = {}  # rank -> (generation, inbox)
         self._generation = 0
         self._closed = self._begun = False
+        self._lock = threading.Lock()
+        self._taken: dict[int, int] = {}  # rank -> last step it took
+        self._told = -1  # the last step all took, as the pump knows
         self._started = time.monotonic()
         self._pump = Pump(job.name)
         self._executor = ThreadExecutor(n_workers(self._options), self._pump.post)
@@ -67,13 +71,23 @@ class Session:
             self._pump.ask(lambda: host.attach(boxes), "clients to be attached")
 
     def _consumed(self, rank: int, step: int) -> None:
-        host = self._host
-        self._pump.post(lambda: host.consumed(rank, step))
+        """A rank took a step. The pump hears of it once all clients of this process took it: the slowest sets the pace
+        anyway, and waking a thread for every rank costs more than planning."""
+        with self._lock:
+            self._taken[rank] = step
+            slowest = min(self._taken.values())
+            if slowest <= self._told or len(self._taken) < len(self._clients):
+                return
+            self._told = slowest
+        host, ranks = self._host, list(self._taken)
+        self._pump.post(lambda: host.consumed(ranks, slowest))
 
     def _detach(self, rank: int) -> None:
         host = self._host
         self._clients.pop(rank, None)
         self._inboxes.pop(rank, None)
+        with self._lock:
+            self._taken.pop(rank, None)
         if self._begun and not self._closed:
             self._pump.post(lambda: host.detach(rank))
 
@@ -125,6 +139,8 @@ class Session:
         self._executor = ThreadExecutor(n_workers(self._options), self._pump.post)
         self._host = host = self._blueprint.host(self._executor, state)
         self._start_state = host.planner.state()
+        with self._lock:
+            self._taken, self._told = {}, -1
         self._inboxes = {rank: (joined, Inbox()) for rank, (joined, _) in self._inboxes.items()}
         if self._begun:
             boxes = {rank: inbox for rank, (_, inbox) in self._inboxes.items()}

@@ -114,7 +114,7 @@ def simulate(
         trainer.idle = False
         stage, bucket = trainer.inbox.pop(0)
         trainer.steps.append(Step(stage, bucket, trainer.rank))
-        host.consumed(trainer.rank, stage.plan.step)
+        host.consumed([trainer.rank], stage.plan.step)
         executor.at(executor.delay(delays.step_s), lambda: take(trainer))
 
     try:
