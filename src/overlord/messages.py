@@ -93,6 +93,7 @@ class Read:
     window: int
     chunks: tuple[int, ...]
     after: Cursor | None = None
+    urgent: bool = False  # the draw waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class Evaluate:
 
     loader: int
     rows: int
+    urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,13 +24,15 @@ def evaluated(n: int, rows: int | None = None) -> Evaluated:
 
 def brief(commands: list) -> list:
     """Announcements without their arrays: what matters is what they say."""
-    return [(c.epoch, c.group, c.window, len(c.found) if c.found else 0, c.closes, c.last) if isinstance(c, Announce) else c for c in commands]
+    return [
+        c if not isinstance(c, Announce) else (c.epoch, c.group, c.window, len(c.found) if c.found else 0, c.closes, c.last) for c in commands
+    ]
 
 
 def test_start_up_reads_what_the_first_draw_needs_and_no_more() -> None:
     loader = Loader(0, PLAIN, epochs=1)
-    assert loader.handle(Refill(0, must=3, level=0)) == [Read(0, 0, 0, 0, (0,))]
-    assert loader.handle(WindowRead(rows=100, over=())) == [Evaluate(0, 3)]
+    assert loader.handle(Refill(0, must=3, level=0)) == [Read(0, 0, 0, 0, (0,), urgent=True)]
+    assert loader.handle(WindowRead(rows=100, over=())) == [Evaluate(0, 3, urgent=True)]
     assert brief(loader.handle(evaluated(3))) == [(0, 0, 0, 3, False, False)]
 
 
@@ -47,28 +49,28 @@ def test_a_window_ends_a_group_ends_and_the_next_is_read() -> None:
     loader = Loader(0, PLAIN, epochs=1)
     loader.handle(Refill(0, must=3, level=0))
     loader.handle(WindowRead(rows=2, over=(0,)))
-    assert brief(loader.handle(evaluated(2))) == [(0, 0, 0, 2, True, True), Read(0, 0, 1, 0, (1,))]
+    assert brief(loader.handle(evaluated(2))) == [(0, 0, 0, 2, True, True), Read(0, 0, 1, 0, (1,), urgent=True)]
 
 
 def test_an_unfinished_chunk_goes_on_in_the_next_window() -> None:
     loader = Loader(0, PLAIN, epochs=1)
     loader.handle(Refill(0, must=3, level=0))
     loader.handle(WindowRead(rows=2, over=()))
-    assert brief(loader.handle(evaluated(2))) == [(0, 0, 0, 2, True, False), Read(0, 0, 0, 1, (0,))]
+    assert brief(loader.handle(evaluated(2))) == [(0, 0, 0, 2, True, False), Read(0, 0, 0, 1, (0,), urgent=True)]
 
 
 def test_rows_that_give_no_sample_do_not_stop_the_reading() -> None:
     loader = Loader(0, PLAIN, epochs=1)
     loader.handle(Refill(0, must=1, level=0))
     loader.handle(WindowRead(rows=2, over=(0,)))
-    assert brief(loader.handle(evaluated(0, rows=1))) == [(0, 0, 0, 0, False, False), Evaluate(0, 1)]
-    assert brief(loader.handle(evaluated(0, rows=1))) == [(0, 0, 0, 0, True, True), Read(0, 0, 1, 0, (1,))]
+    assert brief(loader.handle(evaluated(0, rows=1))) == [(0, 0, 0, 0, False, False), Evaluate(0, 1, urgent=True)]
+    assert brief(loader.handle(evaluated(0, rows=1))) == [(0, 0, 0, 0, True, True), Read(0, 0, 1, 0, (1,), urgent=True)]
 
 
 def test_a_loader_without_chunks_of_a_group_says_so_at_once() -> None:
     order = SourceOrder(name="web", n_chunks=2, seed=0, shuffle=False, shuffle_chunks=1)
     loader = Loader(0, order, epochs=1, loader=1, loaders=2)
-    assert brief(loader.handle(Refill(0, must=1, level=0))) == [(0, 0, 0, 0, True, True), Read(0, 0, 1, 0, (1,))]
+    assert brief(loader.handle(Refill(0, must=1, level=0))) == [(0, 0, 0, 0, True, True), Read(0, 0, 1, 0, (1,), urgent=True)]
 
 
 def test_the_last_epoch_is_the_end() -> None:
@@ -76,7 +78,7 @@ def test_the_last_epoch_is_the_end() -> None:
     loader = Loader(0, order, epochs=2)
     loader.handle(Refill(0, must=9, level=0))
     loader.handle(WindowRead(rows=1, over=(0,)))
-    assert brief(loader.handle(evaluated(1))) == [(0, 0, 0, 1, True, True), Read(0, 1, 0, 0, (0,))]
+    assert brief(loader.handle(evaluated(1))) == [(0, 0, 0, 1, True, True), Read(0, 1, 0, 0, (0,), urgent=True)]
     loader.handle(WindowRead(rows=1, over=(0,)))
     assert brief(loader.handle(evaluated(1))) == [(1, 0, 0, 1, True, True)]
     assert loader.doing == "done"
@@ -85,7 +87,7 @@ def test_the_last_epoch_is_the_end() -> None:
 def test_a_restored_loader_starts_in_the_middle_of_a_window() -> None:
     cursor = Cursor(epoch=1, group=2, window=5, file=0, row=7, part=0)
     loader = Loader(0, PLAIN, epochs=None, cursor=cursor)
-    assert loader.handle(Refill(0, must=1, level=0)) == [Read(0, 1, 2, 5, (2,), cursor)]
+    assert loader.handle(Refill(0, must=1, level=0)) == [Read(0, 1, 2, 5, (2,), cursor, urgent=True)]
 
 
 def test_the_budget_bounds_what_is_read_ahead_but_never_the_draw() -> None:
@@ -93,7 +95,7 @@ def test_the_budget_bounds_what_is_read_ahead_but_never_the_draw() -> None:
     loader.handle(Refill(0, must=0, level=100))
     loader.handle(WindowRead(rows=100, over=()))
     assert brief(loader.handle(evaluated(8))) == [(0, 0, 0, 8, False, False)]  # 80 bytes held: no more by itself
-    assert loader.handle(Refill(0, must=20, level=100)) == [Evaluate(0, 12)]
+    assert loader.handle(Refill(0, must=20, level=100)) == [Evaluate(0, 12, urgent=True)]
 
 
 def test_a_failure_is_announced_where_it_stands_in_the_stream() -> None:
@@ -109,7 +111,7 @@ def test_a_failure_is_announced_where_it_stands_in_the_stream() -> None:
 def test_a_cursor_is_forgotten_by_a_loader_that_owns_nothing_of_its_group() -> None:
     order = SourceOrder(name="web", n_chunks=2, seed=0, shuffle=False, shuffle_chunks=1)
     loader = Loader(0, order, epochs=1, loader=1, loaders=2, cursor=Cursor(window=3, file=0, row=7, part=0))
-    assert brief(loader.handle(Refill(0, must=1, level=0))) == [(0, 0, 3, 0, True, True), Read(0, 0, 1, 0, (1,))]
+    assert brief(loader.handle(Refill(0, must=1, level=0))) == [(0, 0, 3, 0, True, True), Read(0, 0, 1, 0, (1,), urgent=True)]
 
 
 def test_a_loader_does_not_run_past_the_horizon() -> None:

@@ -106,10 +106,10 @@ class Loader:
         while not self._busy and not self._done and self._wanted():
             if self._rows:
                 self._busy = f"turning rows of window {self._window} into samples"
-                commands.append(Evaluate(self.number, min(self._rows, self._block())))
+                commands.append(Evaluate(self.number, min(self._rows, self._block()), self.ready < self._must))
             elif self._chunks:
                 self._busy = f"reading window {self._window} of group {self._group}, epoch {self._epoch}"
-                commands.append(Read(self.number, self._epoch, self._group, self._window, self._chunks, self._after))
+                commands.append(Read(self.number, self._epoch, self._group, self._window, self._chunks, self._after, self.ready < self._must))
             else:
                 commands.append(self._announce(None))
         return commands

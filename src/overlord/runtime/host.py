@@ -30,10 +30,13 @@ from overlord.sample import Ragged
 log = logging.getLogger("overlord")
 
 
-class Executor(Protocol):
-    """Runs work somewhere, some time, and hands its outcome to ``done`` in the pump."""
+Done = Callable[[Any, BaseException | None], None]
 
-    def submit(self, name: str, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None: ...
+
+class Executor(Protocol):
+    """Runs work somewhere, some time, and hands its outcome to ``done`` in the pump. Works of one name cost alike by ``size``."""
+
+    def submit(self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False) -> None: ...
 
 
 class Mailbox(Protocol):
@@ -112,10 +115,13 @@ class Host:
                 self._queue.extend(self.planner.handle(command))
             case Read(loader=loader):
                 reader = self.readers[loader]
-                self._executor.submit(f"read {reader.order.name}", lambda: reader.read(command), self._read_done(loader))
+                self._executor.submit(f"read {reader.order.name}", lambda: reader.read(command), self._read_done(loader), urgent=command.urgent)
             case Evaluate(loader=loader):
                 reader = self.readers[loader]
-                self._executor.submit(f"evaluate {reader.order.name}", lambda: reader.evaluate(command), self._read_done(loader))
+                work = lambda: reader.evaluate(command)  # noqa: E731
+                self._executor.submit(
+                    f"evaluate {reader.order.name}", work, self._read_done(loader), size=command.rows, urgent=command.urgent
+                )  # fmt: skip
             case Stage():
                 self._stage(command)
             case Build(step=step, bucket=bucket):
@@ -123,8 +129,10 @@ class Host:
                 while self._queue and isinstance(self._queue[0], Build) and self._queue[0].step == step:
                     buckets.append(self._queue.popleft().bucket)
                 staged = self._staged[step]
-                work = lambda: build_buckets(staged, buckets, self._batch, self._multiple, self.slabs)  # noqa: E731
-                self._executor.submit("build", work, self._build_done(step, buckets))
+                self._executor.submit(
+                    "build", lambda: build_buckets(staged, buckets, self._batch, self._multiple, self.slabs),
+                    self._build_done(step, buckets), urgent=True,
+                )  # fmt: skip
             case Deliver(step=step, rank=rank):
                 if rank in self._mailboxes:
                     self._mailboxes[rank].put(*self._built[step, self._bucket_of[rank]])
@@ -157,7 +165,9 @@ class Host:
         for assembler in self.assemblers:
             assembler.handle(stage)
         if not stage.skipped:
-            self._queue.extend(command for a in self.assemblers for command in a.handle(Staged(step)))
+            # Ahead of what the planner asked loaders for: a step is what a trainer waits for.
+            builds = [command for a in self.assemblers for command in a.handle(Staged(step))]
+            self._queue.extendleft(reversed(builds))
 
     def _let_go(self, step: int, bucket: int) -> None:
         holders = self._holders.get(step)

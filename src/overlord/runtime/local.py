@@ -83,36 +83,38 @@ class Pump:
             self._thread.join(timeout_s)
 
 
+Done = Callable[[Any, BaseException | None], None]
+_Task = tuple[str, Callable[[], Any], Done, int]
+
+
 class ThreadExecutor:
-    """A few daemon threads; building goes before reading, since a built step is what a trainer waits for.
+    """A few daemon threads; what a step waits for goes before what is read ahead.
 
     Work that has shown to be short is done at once, in the pump. Long work of the same name goes to the threads again as soon
     as it is seen to be long; a read that waits for a disk or a store is long.
     """
 
     def __init__(self, workers: int, post: Callable[[Callable[[], None]], None], inline_s: float = INLINE_S):
-        self._post, self._work = post, deque[tuple[str, Callable[[], Any], Callable[[Any, BaseException | None], None]]]()
+        self._post = post
+        self._urgent, self._later = deque[_Task](), deque[_Task]()
         self._inline_s = inline_s
-        self._seconds: dict[str, list[float]] = {}  # name -> how long it took, the last four times
+        self._seconds: dict[str, list[float]] = {}  # name -> seconds for a unit of its work, the last four times
         self._changed = threading.Condition()
         self._closed = False
         self._threads = [threading.Thread(target=self._loop, name=f"overlord-worker-{i}", daemon=True) for i in range(workers)]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, name: str, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None:
+    def submit(self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False) -> None:
         # The least of four: waiting for the interpreter lock lengthens some, waiting for storage lengthens all.
-        if min(self._seconds.get(name, (1.0,))) < self._inline_s:
-            done(*self._do(name, work))
+        if size * min(self._seconds.get(name, (1.0,))) < self._inline_s:
+            done(*self._do(name, work, size))
             return
         with self._changed:
-            if name.startswith("build"):
-                self._work.appendleft((name, work, done))
-            else:
-                self._work.append((name, work, done))
+            (self._urgent if urgent else self._later).append((name, work, done, size))
             self._changed.notify()
 
-    def _do(self, name: str, work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    def _do(self, name: str, work: Callable[[], Any], size: int) -> tuple[Any, BaseException | None]:
         start = time.perf_counter()
         try:
             return work(), None
@@ -120,17 +122,18 @@ class ThreadExecutor:
             return None, error
         finally:
             took = time.perf_counter() - start
-            self._seconds[name] = [took] * 4 if took > SLOW_S else [*self._seconds.get(name, [])[-3:], took]
+            unit = took / max(1, size)
+            self._seconds[name] = [unit] * 4 if took > SLOW_S else [*self._seconds.get(name, [])[-3:], unit]
 
     def _loop(self) -> None:
         while True:
             with self._changed:
-                while not self._work and not self._closed:
+                while not self._urgent and not self._later and not self._closed:
                     self._changed.wait()
                 if self._closed:
                     return
-                name, work, done = self._work.popleft()
-            outcome, failure = self._do(name, work)
+                name, work, done, size = (self._urgent or self._later).popleft()
+            outcome, failure = self._do(name, work, size)
             self._post(lambda done=done, outcome=outcome, failure=failure: done(outcome, failure))  # type: ignore[misc]
             del work, done, outcome, failure
 
@@ -138,7 +141,8 @@ class ThreadExecutor:
         """Stop taking work. A thread in the middle of a read is left to end by itself: it is a daemon."""
         with self._changed:
             self._closed = True
-            self._work.clear()
+            self._urgent.clear()
+            self._later.clear()
             self._changed.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():

@@ -19,6 +19,7 @@ from overlord.errors import DataStall
 from overlord.job import Job
 from overlord.messages import Stage
 from overlord.runtime.bootstrap import Blueprint, Options
+from overlord.runtime.host import Done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class VirtualExecutor:
         self._count += 1
         heapq.heappush(self._events, (self.now + after_s, self._count, call))
 
-    def submit(self, name: str, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None:
+    def submit(self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False) -> None:
         def finish() -> None:
             try:
                 outcome = work()
