@@ -148,7 +148,7 @@ def chunks_of_file(job: Job, source: Source, name: str) -> list[list[Row]]:
     with open(name, "rb") as f:
         data = f.read()
     chunks = chunks_of_bytes(job, source, name, data) if data else []
-    return chunks if any(chunks) or name.endswith(".jsonl") and data else [[(0, None)]]
+    return chunks if any(chunks) or (name.endswith(".jsonl") and data) else [[(0, None)]]
 
 
 def chunks_of_bytes(job: Job, source: Source, name: str, data: bytes) -> list[list[Row]]:

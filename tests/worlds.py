@@ -77,14 +77,18 @@ class World:
         }  # fmt: skip
         return ov.Job(**{**settings, **changes})
 
-    def _source(self, directory: Path, i: int, format: str, n: int, files: int, weight: float, epochs: int | None, shuffle: bool, extra: str) -> ov.Source:
+    def _source(
+        self, directory: Path, i: int, format: str, n: int, files: int, weight: float, epochs: int | None, shuffle: bool, extra: str
+    ) -> ov.Source:
         rng = random.Random(f"{self.seed}/{i}")
         rows = [{"n": k, "tokens": [rng.randrange(500) for _ in range(rng.choice((1, 3, 8, 20, 45)))]} for k in range(n)]
         if extra == "empty":
             for k in range(0, n, 5):
                 rows[k]["tokens"] = []
         transforms: list[Any] = [ov.Map(decode, rows=True)] if format == "tar" else []
-        transforms += {"even": [ov.Filter(even)], "odd": [ov.Filter(only_odd, rows=True)], "picky": [ov.Map(picky, rows=True)]}.get(extra, [])
+        transforms += {"even": [ov.Filter(even)], "odd": [ov.Filter(only_odd, rows=True)], "picky": [ov.Map(picky, rows=True)]}.get(
+            extra, []
+        )
         transforms.append(ov.Tokens("tokens"))
         path: Any
         if format == "dataset":
@@ -97,7 +101,9 @@ class World:
 
 
 @st.composite
-def worlds(draw: st.DrawFn, *, formats: tuple[str, ...] = (*FORMATS, "dataset", "factory"), endless: bool = True, batches: str = "both") -> World:
+def worlds(
+    draw: st.DrawFn, *, formats: tuple[str, ...] = (*FORMATS, "dataset", "factory"), endless: bool = True, batches: str = "both"
+) -> World:
     n = draw(st.integers(1, 4))
     epochs = st.sampled_from((1, 2, 3, None) if endless else (1, 2, 3))
     sources = tuple(

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+_ERRORS = (
+    "OverlordError", "JobError", "SourceError", "TransformError", "PlanError", "StateMismatch", "DataStall", "ActorLost", "JournalError",
+)  # fmt: skip
 _HOME = {
     "Job": "overlord.job", "Source": "overlord.job", "Batch": "overlord.job",
     "ClientPlaceTree": "overlord.placetree",
@@ -25,13 +28,11 @@ _HOME = {
     "launch": "overlord.runtime.session", "Session": "overlord.runtime.session",
     "Client": "overlord.client.client", "Step": "overlord.client.step", "Microbatch": "overlord.client.step",
     "simulate": "overlord.simulation.engine",
-    **{name: "overlord.errors" for name in (
-        "OverlordError", "JobError", "SourceError", "TransformError", "PlanError", "StateMismatch", "DataStall", "ActorLost", "JournalError",
-    )},
+    **dict.fromkeys(_ERRORS, "overlord.errors"),
 }  # fmt: skip
 _MODULES = {"cost": "overlord.planner.cost", "schedule": "overlord.planner.schedule"}
 
-__all__ = ["__version__", *_HOME, *_MODULES]  # noqa: PLE0604
+__all__ = ["__version__", *_HOME, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,15 +1,15 @@
 """Every message of the workflow, in the order of the paper's Figure 7. Frozen; ids and metadata only, never payload.
 
-    Consumed   client      -> planner, constructors      a step was handed to the trainer: the window moves on
-    Refill     planner     -> loader                     how many samples to hold ready
-    Read, Evaluate, then WindowRead, Evaluated           the loader asks its host for work, and gets the outcome
-    Announce   loader      -> planner                    metadata of new samples, in stream order
-    Stage      planner     -> loaders, constructors      the plan of a step
-    Staged     loader host -> constructors               payload of a step has come
-    Build, then Built                                    the constructor asks its host for work
-    Deliver    constructor -> client                     a step for a rank
-    Finish     planner     -> constructors               no step from here on; with an error, or without
-    End        constructor -> client                     all steps before that are sent
+Consumed   client      -> planner, constructors      a step was handed to the trainer: the window moves on
+Refill     planner     -> loader                     how many samples to hold ready
+Read, Evaluate, then WindowRead, Evaluated           the loader asks its host for work, and gets the outcome
+Announce   loader      -> planner                    metadata of new samples, in stream order
+Stage      planner     -> loaders, constructors      the plan of a step
+Staged     loader host -> constructors               payload of a step has come
+Build, then Built                                    the constructor asks its host for work
+Deliver    constructor -> client                     a step for a rank
+Finish     planner     -> constructors               no step from here on; with an error, or without
+End        constructor -> client                     all steps before that are sent
 """
 
 from __future__ import annotations

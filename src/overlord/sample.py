@@ -124,9 +124,7 @@ class Buffer:
         return f"Buffer(step {self.step}, {len(self)} samples {state}; {shown}{more}; meta {', '.join(self.meta)})"
 
     def __getitem__(self, i: int) -> SampleId:
-        return SampleId(
-            self.names[int(self.source[i])], int(self.epoch[i]), int(self.file[i]), int(self.row[i]), int(self.part[i])
-        )
+        return SampleId(self.names[int(self.source[i])], int(self.epoch[i]), int(self.file[i]), int(self.row[i]), int(self.part[i]))
 
     def column(self, name: str) -> Column:
         if name not in self.meta:

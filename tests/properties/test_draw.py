@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,7 +62,7 @@ def test_the_order_of_a_step_spreads_every_source_evenly(counts: list[int]) -> N
     source, k = step_order(counts)
     assert np.bincount(source, minlength=len(counts)).tolist() == counts
     keys = [((2 * b + 1) * 10**12 // (2 * counts[a]), a) for a, b in zip(source.tolist(), k.tolist(), strict=True)]
-    assert all(x[0] <= y[0] for x, y in zip(keys, keys[1:], strict=False))
+    assert all(x[0] <= y[0] for x, y in pairwise(keys))
     for i in range(len(counts)):
         assert k[source == i].tolist() == list(range(counts[i]))
 

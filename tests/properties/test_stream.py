@@ -38,7 +38,9 @@ def delivered(steps: dict[int, list[ov.Step]], n: int) -> list[list[Sample]]:
     return out
 
 
-def run(job: ov.Job, seed: int | None = None, steps: int | None = None, **options: Any) -> tuple[dict[int, list[ov.Step]], Exception | None, list[Any], dict]:
+def run(
+    job: ov.Job, seed: int | None = None, steps: int | None = None, **options: Any
+) -> tuple[dict[int, list[ov.Step]], Exception | None, list[Any], dict]:
     """A whole run: on the virtual clock with a seed, else on the local runtime."""
     if seed is not None:
         done = ov.simulate(job, seed=seed, steps=steps, check=True, **options)
@@ -99,14 +101,21 @@ def test_the_local_stream_equals_the_reference(world: World, loaders: int, prefe
         assert delivered(got, len(got[0])) == steps
 
 
-@given(worlds(), st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 4), st.integers(1, 6), st.integers(1, 4)), min_size=2, max_size=3))
+@given(
+    worlds(), st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 4), st.integers(1, 6), st.integers(1, 4)), min_size=2, max_size=3)
+)
 @settings(max_examples=40)
 def test_no_option_and_no_timing_changes_a_byte(world: World, ways: list[tuple[int, int, int, int]]) -> None:
     with folder() as directory:
         job = world.job(directory)
         prints = set()
         for seed, loaders, prefetch, read_ahead in ways:
-            options = {"loaders": {name: loaders for name in job.names}, "prefetch": prefetch, "read_ahead": read_ahead, "buffer_bytes": 1 + seed}
+            options = {
+                "loaders": dict.fromkeys(job.names, loaders),
+                "prefetch": prefetch,
+                "read_ahead": read_ahead,
+                "buffer_bytes": 1 + seed,
+            }
             got, error, _, _ = run(job, seed, **options)
             prints.add((fingerprint(got), type(error)))
         assert len(prints) == 1
@@ -156,7 +165,9 @@ def test_within_an_epoch_every_row_lands_once_or_in_quarantine(world: World, see
         assert not rows & set(quarantine)
         for i, (format, n, files, _, epochs, _, extra) in enumerate(world.sources):
             share = -(-n // files)
-            empty = 0 if format in ("dataset", "factory") else sum(k * share >= n for k in range(files))  # each is one entry of the quarantine
+            empty = (
+                0 if format in ("dataset", "factory") else sum(k * share >= n for k in range(files))
+            )  # each is one entry of the quarantine
             mine = [k for k in rows | set(quarantine) if k[0] == f"s{i}"]
             assert all(k[1] < (epochs or 0) for k in mine)
             if extra not in ("even", "odd"):
@@ -171,7 +182,9 @@ def _state_after(job: ov.Job, step: ov.Step) -> dict[str, Any]:
 
 def test_the_stream_does_not_depend_on_the_number_of_microbatches_a_rank_asked_for() -> None:
     """Place never changes the draw: strategies share the samples of every step."""
-    world = World(5, (("parquet", 40, 2, 1.0, 1, True, ""),), (("until", "all"),), (("samples", 8), ("microbatches", 1), ("context", 64)), 2)
+    world = World(
+        5, (("parquet", 40, 2, 1.0, 1, True, ""),), (("until", "all"),), (("samples", 8), ("microbatches", 1), ("context", 64)), 2
+    )
     with folder() as directory:
         sets = []
         for strategy in ("vanilla", "packed", "llm_balance"):

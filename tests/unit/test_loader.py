@@ -25,7 +25,8 @@ def evaluated(n: int, rows: int | None = None) -> Evaluated:
 def brief(commands: list) -> list:
     """Announcements without their arrays: what matters is what they say."""
     return [
-        c if not isinstance(c, Announce) else (c.epoch, c.group, c.window, len(c.found) if c.found else 0, c.closes, c.last) for c in commands
+        c if not isinstance(c, Announce) else (c.epoch, c.group, c.window, len(c.found) if c.found else 0, c.closes, c.last)
+        for c in commands
     ]
 
 

@@ -160,13 +160,6 @@ def test_memory_follows_the_slice_and_not_the_row_group(tmp_path):
     assert peak - before < 6_000_000  # the row group has 40 MB, a slice 0.64 MB, a page 1 MB
 
 
-def test_slices_of_a_small_row_group_do_not_hold_it(tmp_path):
-    glob = write_rows(tmp_path, "parquet", [{"a": "x" * 1000 + str(i)} for i in range(1000)], files=1)
-    options = ReadOptions(slice_rows=10)
-    raw = ChunkReader(build_index("src", glob, None, options), options, HandleCache()).slice(0, 0)
-    assert raw.table.get_total_buffer_size() < 20_000
-
-
 @pytest.mark.parametrize("format", ["arrow", "arrow-stream"])
 def test_a_cut_arrow_file_keeps_its_whole_batches_and_names_the_cut(tmp_path, format):
     write_rows(tmp_path, format, ROWS, files=1, batch_rows=10)

@@ -109,7 +109,9 @@ class Loader:
                 commands.append(Evaluate(self.number, min(self._rows, self._block()), self.ready < self._must))
             elif self._chunks:
                 self._busy = f"reading window {self._window} of group {self._group}, epoch {self._epoch}"
-                commands.append(Read(self.number, self._epoch, self._group, self._window, self._chunks, self._after, self.ready < self._must))
+                commands.append(
+                    Read(self.number, self._epoch, self._group, self._window, self._chunks, self._after, self.ready < self._must)
+                )
             else:
                 commands.append(self._announce(None))
         return commands
@@ -140,4 +142,5 @@ class Loader:
         return {"epoch": self._epoch, "group": self._group, "window": self._window, "ready": self.ready, "doing": self.doing}
 
     def check(self) -> None:
-        assert self.ready >= 0 and self._rows >= 0, self.state()
+        assert self.ready >= 0, self.state()
+        assert self._rows >= 0, self.state()

@@ -12,11 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from overlord.errors import OverlordError, SourceError
+from overlord.errors import OverlordError, SourceError, TransformError
 from overlord.loader.order import SourceOrder
 from overlord.messages import Cursor, Evaluate, Evaluated, Found, Read, WindowRead
 from overlord.sample import Ragged
 from overlord.sources.base import RawSlice
+from overlord.sources.columns import compact
 from overlord.sources.index import Index
 from overlord.transforms.base import Block, RowIds, Staged
 
@@ -43,8 +44,8 @@ class _Window:
     key: np.ndarray
     file: np.ndarray
     row: np.ndarray
-    at: np.ndarray  # row of the table, or -1 - n for the n-th reason
-    table: pa.Table
+    at: np.ndarray  # row of the tables joined, or -1 - n for the n-th reason
+    tables: list[pa.Table]  # one, unless slices disagree on a column's type
     reasons: list[str]
     dropped: int
     after: Cursor | None
@@ -82,14 +83,15 @@ class SourceReader:
         except Exception as error:  # a reader's surprise must name its source, or nobody finds it
             raise SourceError(self.order.name, f"reading failed: {type(error).__name__}: {error}") from error
         self._window = window
-        self.stats.raw_bytes = window.table.nbytes
+        self.stats.raw_bytes = sum(t.nbytes for t in window.tables)
         self.stats.windows += 1
         self.stats.rows += len(window.key)
         self.stats.read_s += time.perf_counter() - start
         return WindowRead(len(window.key), over, self.stats.raw_bytes)
 
     def _open(self, command: Read) -> tuple[_Window, tuple[int, ...]]:
-        tables, rows, files, ats, reasons, over = [], [], [], [], [], []
+        tables: list[pa.Table] = []
+        rows, files, ats, reasons, over = [], [], [], list[str](), list[int]()
         held = dropped = 0
         for chunk in command.chunks:
             raw = self.chunks.slice(chunk, command.window)
@@ -97,24 +99,23 @@ class SourceReader:
                 over.append(chunk)
             if not len(raw.row):
                 continue
-            file = int(self.chunks.index.chunks.file[chunk])
-            kept, at, staged = self._stage_slice(raw, RowIds(command.epoch, file, raw.row), reasons)
+            number = int(self.chunks.index.chunks.file[chunk])
+            kept, where, staged = self._stage_slice(raw, RowIds(command.epoch, number, raw.row), reasons)
             dropped += staged.dropped
             rows.append(raw.row[kept])
-            files.append(np.full(len(kept), file, np.int64))
-            ats.append(np.where(at >= 0, at + held, at))
+            files.append(np.full(len(kept), number, np.int64))
+            ats.append(np.where(where >= 0, where + held, where))
             tables.append(staged.table)
             held += staged.table.num_rows
         if not rows:
             empty = np.zeros(0, np.int64)
-            return _Window(empty.astype(np.uint64), empty, empty, empty, pa.table({}), [], dropped, None), tuple(over)
-        table = _concat(tables)
+            return _Window(empty.astype(np.uint64), empty, empty, empty, [], [], dropped, None), tuple(over)
         file, row, at = np.concatenate(files), np.concatenate(rows), np.concatenate(ats)
         key = self.order.row_keys(command.epoch, file, row)
         order = np.lexsort((row, file, key))
         if command.after is not None:
             order = order[_not_before(key[order], file[order], row[order], command.after, self.order, command.epoch)]
-        return _Window(key[order], file[order], row[order], at[order], table, reasons, dropped, command.after), tuple(over)
+        return _Window(key[order], file[order], row[order], at[order], _joined(tables), reasons, dropped, command.after), tuple(over)
 
     def _stage_slice(self, raw: RawSlice, ids: RowIds, reasons: list[str]) -> tuple[np.ndarray, np.ndarray, Staged]:
         """Run the slice stage. Returns the raw rows that are left (samples to be, or failures), and where each is."""
@@ -137,7 +138,7 @@ class SourceReader:
         window.position = b
         key, file, row, at = window.key[a:b], window.file[a:b], window.row[a:b], window.at[a:b]
         good = np.flatnonzero(at >= 0)
-        block = self.stages.row_stage(_rows(window.table, at[good]))
+        block = self._row_stage(window.tables, at[good])
         index, part, tokens, meta = block.index, block.part, block.tokens, dict(block.meta)
         if window.after is not None and a == 0:
             keep = np.flatnonzero(~_already_drawn(file[good][index], row[good][index], part, window.after))
@@ -153,6 +154,20 @@ class SourceReader:
         self.stats.transform_s += took
         return Evaluated(found, b - a, tokens.nbytes, took), tokens
 
+    def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:
+        """Rows of the open window into samples. A column no row of which can be used is the fault of those rows, not of the
+        others: what happens to a row must not depend on which rows a loader reads beside it."""
+        blocks, first = [], 0
+        for table in tables:
+            mine = np.flatnonzero((at >= first) & (at < first + table.num_rows)) if len(tables) > 1 else np.arange(len(at))
+            try:
+                block = self.stages.row_stage(_rows(table, at[mine] - first))
+            except TransformError as error:
+                block = _all_bad(len(mine), str(error))
+            blocks.append((mine, block))
+            first += table.num_rows
+        return blocks[0][1] if len(blocks) == 1 else _merged(blocks)
+
     def _found(
         self, key: np.ndarray, file: np.ndarray, row: np.ndarray, at: np.ndarray, good: np.ndarray, index: np.ndarray,
         part: np.ndarray, meta: dict[str, Any], failed: list[tuple[int, str]], window: _Window,
@@ -167,11 +182,45 @@ class SourceReader:
         )  # fmt: skip
 
 
-def _concat(tables: list[pa.Table]) -> pa.Table:
-    """One table in memory of its own. Slices of JSONL may disagree on a column that is null or whole-numbered in some."""
+def _joined(tables: list[pa.Table]) -> list[pa.Table]:
+    """Slices as one table in memory of its own: one may be a view, and must not keep alive the row group it was cut from.
+
+    Slices of JSONL may disagree on the type of a column; then they stay apart.
+    """
     if len(tables) > 1:
-        tables = [pa.concat_tables(tables, promote_options="permissive")]
-    return tables[0].combine_chunks()
+        try:
+            return [pa.concat_tables(tables, promote_options="permissive").combine_chunks()]
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+            return [compact(table) for table in tables]
+    table = tables[0]
+    return [compact(table) if table.get_total_buffer_size() > 1.25 * table.nbytes + 4096 else table.combine_chunks()]
+
+
+def _all_bad(n: int, reason: str) -> Block:
+    none = np.zeros(0, np.int64)
+    empty = Ragged(np.zeros(0, np.uint8), np.zeros(1, np.int64))
+    return Block(
+        index=none, part=none.astype(np.int32), tokens=empty, meta={"tokens": none, "bytes": none}, bad=[(i, reason) for i in range(n)]
+    )
+
+
+def _merged(blocks: list[tuple[np.ndarray, Block]]) -> Block:
+    """Blocks of separate tables as one, in the order of the rows they came from."""
+    full = [(rows, b) for rows, b in blocks if len(b.index)]
+    bad = sorted((int(rows[i]), why) for rows, b in blocks for i, why in b.bad)
+    if not full:
+        return Block(**{**_fields(blocks[0][1]), "bad": bad})
+    index = np.concatenate([rows[b.index] for rows, b in full])
+    order = np.argsort(index, kind="stable")
+    return Block(
+        index=index[order], part=np.concatenate([b.part for _, b in full])[order],
+        tokens=Ragged.concat([b.tokens for _, b in full]).take(order),
+        meta={n: np.concatenate([b.meta[n] for _, b in full])[order] for n in full[0][1].meta}, bad=bad,
+    )  # fmt: skip
+
+
+def _fields(block: Block) -> dict[str, Any]:
+    return {"index": block.index, "part": block.part, "tokens": block.tokens, "meta": block.meta, "bad": block.bad}
 
 
 def _rows(table: pa.Table, at: np.ndarray) -> pa.Table:

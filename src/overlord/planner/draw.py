@@ -128,7 +128,9 @@ class Drawer:
         self._random, self._seed, self._fill = random, seed, fill
         self._whole: tuple[tuple[float, ...], tuple[bool, ...], list[int]] | None = None
 
-    def draw(self, step: int, weights: Sequence[float], owed: Sequence[int], active: Sequence[bool], fronts: Sequence[Front]) -> Drawn | Short:
+    def draw(
+        self, step: int, weights: Sequence[float], owed: Sequence[int], active: Sequence[bool], fronts: Sequence[Front]
+    ) -> Drawn | Short:
         run = _Run(step, tuple(weights), list(owed), list(active), fronts)
         counts = []
         base, more = divmod(self._amount, self._draws)

@@ -189,7 +189,9 @@ class Planner:
                 break
             # Nothing drawn: the end, or a step of few tokens while long samples taken before are still being paid for.
             self._state = state = replace(self._state, owed=drawn.owed, active=drawn.active)
-            if (spec.until == "first" and not all(drawn.active)) or not any(w for w, a in zip(self._weights, drawn.active, strict=True) if a):
+            if (spec.until == "first" and not all(drawn.active)) or not any(
+                w for w, a in zip(self._weights, drawn.active, strict=True) if a
+            ):
                 return self._finish(None)
         self._waiting = {}
         stage = self._stage(drawn)
@@ -285,7 +287,9 @@ class Planner:
         self._must = np.zeros_like(self._must)
         self._count(buffer)
         events = _still_in_force(state.events, state.step)
-        self._state = replace(state, step=state.step + 1, cursors=cursors, owed=drawn.owed, active=drawn.active, events=events, counts=self._counts())
+        self._state = replace(
+            state, step=state.step + 1, cursors=cursors, owed=drawn.owed, active=drawn.active, events=events, counts=self._counts()
+        )
         skipped = any(state.step in e.steps for e in state.events if isinstance(e, Skip))
         return Stage(plan, pops, doc, plan.digest(), self._state, skipped)
 
@@ -322,7 +326,9 @@ class Planner:
         first = np.repeat(self._first_loader[where], n)
         if len(self._loader_source) == len(self.spec.sources):
             return first
-        return first + np.concatenate([np.full(k, p.loader) if isinstance(p.loader, int) else p.loader[p.start : p.stop] for k, p in zip(n, parts, strict=True)])
+        return first + np.concatenate(
+            [np.full(k, p.loader) if isinstance(p.loader, int) else p.loader[p.start : p.stop] for k, p in zip(n, parts, strict=True)]
+        )
 
     def _count(self, buffer: Buffer) -> None:
         n = len(self.spec.sources)
@@ -335,7 +341,7 @@ class Planner:
         self.quarantine += [Quarantined(i, *row) for row in rows]
         self.totals.quarantined[i] += len(rows)
 
-    def _counts(self) -> dict[str, tuple[int, ...]]:
+    def _counts(self) -> dict[str, np.ndarray]:
         t = self.totals
         self.totals.dropped[:] = self._dropped_before + [s.dropped for s in self._streams]
         return {n: getattr(t, n).copy() for n in ("samples", "tokens", "quarantined", "dropped")}
@@ -406,7 +412,9 @@ def _check_strategy(plan: Any, buffer: Buffer) -> None:
     if not isinstance(plan, LoadingPlan):
         raise PlanError(f"the strategy returned {type(plan).__name__}", buffer.step, "end it with .plan()")
     if len(plan) != len(buffer) or not (np.array_equal(plan.row, buffer.row) and np.array_equal(plan.source, buffer.source)):
-        raise PlanError("the strategy changed the drawn samples", buffer.step, "a strategy places samples; it neither adds, drops nor reorders them")
+        raise PlanError(
+            "the strategy changed the drawn samples", buffer.step, "a strategy places samples; it neither adds, drops nor reorders them"
+        )
 
 
 def _restored(state: StreamState, name: str, n: int) -> np.ndarray:

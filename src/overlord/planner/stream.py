@@ -295,7 +295,8 @@ def _concat(parts: list[Found]) -> Found:
     def join(name: str) -> np.ndarray:
         return np.concatenate([getattr(p, name) for p in parts])
 
-    meta = {n: np.concatenate([p.meta[n] for p in parts]) for n in parts[0].meta}
+    full = [p for p in parts if len(p)] or parts[:1]
+    meta = {n: np.concatenate([p.meta[n] for p in full]) for n in full[0].meta}
     reasons = tuple(r for p in parts for r in p.bad_reason)
     return Found(
         join("key"), join("file"), join("row"), join("part"), meta,

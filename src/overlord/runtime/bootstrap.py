@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-
 from overlord.constructor.assembler import Assembler
 from overlord.errors import JobError, StateMismatch
 from overlord.hashing import digest
@@ -175,11 +174,15 @@ class Blueprint:
 
     def _check_fingerprint(self, saved: Mapping[str, str], allow: tuple[str, ...]) -> None:
         parts = sorted({*saved, *self.fingerprint})
-        differ = {p: (saved.get(p, "nothing"), self.fingerprint.get(p, "nothing")) for p in parts if saved.get(p) != self.fingerprint.get(p)}
+        differ = {
+            p: (saved.get(p, "nothing"), self.fingerprint.get(p, "nothing")) for p in parts if saved.get(p) != self.fingerprint.get(p)
+        }
         differ = {p: v for p, v in differ.items() if p not in allow}
         if differ:
             some = ", ".join(repr(p) for p in sorted(differ))
-            raise StateMismatch(differ, f"if this is meant, pass allow=({some},); the stream then goes on, but is not the one that was saved")
+            raise StateMismatch(
+                differ, f"if this is meant, pass allow=({some},); the stream then goes on, but is not the one that was saved"
+            )
 
 
 def fingerprint(job: Job, indexes: list[Index], pipelines: list[Pipeline]) -> dict[str, str]:
@@ -191,12 +194,25 @@ def fingerprint(job: Job, indexes: list[Index], pipelines: list[Pipeline]) -> di
         "mixture": digest(_mixture_text(job)),
         "strategy": job.strategy if isinstance(job.strategy, str) else "function " + digest(_source_of(job.strategy)),
     }
-    for name in ("until", "draw", "mix_every", "look_ahead", "overflow", "shuffle_chunks", "slice_rows", "chunk_bytes", "feedback_lag", "on_long"):
+    for name in (
+        "until",
+        "draw",
+        "mix_every",
+        "look_ahead",
+        "overflow",
+        "shuffle_chunks",
+        "slice_rows",
+        "chunk_bytes",
+        "feedback_lag",
+        "on_long",
+    ):
         parts[name] = str(getattr(job, name))
     for source, index, pipeline in zip(job.sources, indexes, pipelines, strict=True):
         parts[f"source {source.name}: files"] = index.fingerprint
         parts[f"source {source.name}: transforms"] = pipeline.fingerprint
-        parts[f"source {source.name}: reading"] = f"epochs {source.epochs}, shuffle {source.shuffle}, max_sample_bytes {source.max_sample_bytes}"
+        parts[f"source {source.name}: reading"] = (
+            f"epochs {source.epochs}, shuffle {source.shuffle}, max_sample_bytes {source.max_sample_bytes}"
+        )
     return parts
 
 
@@ -246,5 +262,3 @@ def _event_in(saved: Mapping[str, Any]) -> SetMixture | Skip:
 
 def n_workers(options: Options) -> int:
     return options.workers or max(2, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))
-
-

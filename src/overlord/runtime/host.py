@@ -22,7 +22,23 @@ from overlord.loader.buffer import Shelf
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
 from overlord.messages import (
-    Announce, Attach, Build, Built, Consumed, Deliver, Detach, End, Evaluate, Finish, Pop, Read, ReadFailed, Refill, Release, Stage, Staged,
+    Announce,
+    Attach,
+    Build,
+    Built,
+    Consumed,
+    Deliver,
+    Detach,
+    End,
+    Evaluate,
+    Finish,
+    Pop,
+    Read,
+    ReadFailed,
+    Refill,
+    Release,
+    Stage,
+    Staged,
 )  # fmt: skip
 from overlord.planner.planner import Planner
 from overlord.sample import Ragged
@@ -81,6 +97,11 @@ class Host:
             self._queue.extend(self.assemblers[self._bucket_of[rank]].handle(Detach(rank)))
             self._run(self.planner.handle(Detach(rank)))
 
+    def stop(self) -> None:
+        """Nobody is served any more; outcomes of work still under way lead to nothing that is seen."""
+        for rank in list(self._mailboxes):
+            self.detach(rank)
+
     def consumed(self, ranks: Sequence[int], step: int) -> None:
         events = [Consumed(rank, step) for rank in ranks if rank in self._mailboxes]
         for event in events:
@@ -115,7 +136,9 @@ class Host:
                 self._queue.extend(self.planner.handle(command))
             case Read(loader=loader):
                 reader = self.readers[loader]
-                self._executor.submit(f"read {reader.order.name}", lambda: reader.read(command), self._read_done(loader), urgent=command.urgent)
+                self._executor.submit(
+                    f"read {reader.order.name}", lambda: reader.read(command), self._read_done(loader), urgent=command.urgent
+                )
             case Evaluate(loader=loader):
                 reader = self.readers[loader]
                 work = lambda: reader.evaluate(command)  # noqa: E731

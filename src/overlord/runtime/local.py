@@ -45,7 +45,8 @@ class Pump:
         """Run a call in the pump and wait for its result."""
         if threading.current_thread() is self._thread:
             return call()
-        done, box = threading.Event(), []
+        done = threading.Event()
+        box: list[tuple[Any, Exception | None]] = []
 
         def run() -> None:
             try:
@@ -147,4 +148,3 @@ class ThreadExecutor:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout_s / max(1, len(self._threads)))
-

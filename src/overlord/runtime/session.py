@@ -16,7 +16,6 @@ from overlord.messages import SetMixture, Skip, StreamState
 from overlord.observe.memory import pss_bytes
 from overlord.plan import LoadingPlan
 from overlord.runtime.bootstrap import Blueprint, Options, n_workers
-from overlord.runtime.host import Host
 from overlord.runtime.local import Pump, ThreadExecutor
 
 
@@ -50,8 +49,8 @@ class Session:
             return self._clients[rank]
         if self._begun:
             raise OverlordError(
-                f"rank {rank}: the first step was asked for already, and no step is kept for a rank that comes later; open the clients of all "
-                "ranks of this process before iterating, or load a state on every rank"
+                f"rank {rank}: the first step was asked for already, and no step is kept for a rank that comes later; open the "
+                "clients of all ranks of this process before iterating, or load a state on every rank"
             )
         inbox = Inbox()
         self._inboxes[rank] = (self._generation, inbox)
@@ -113,7 +112,7 @@ class Session:
         """One rank loads a state. The first opens a generation; the others join it, and must load the same state."""
         restored = self._blueprint.restore(state, allow)
         mark = digest(repr(sorted(state.items())))
-        joined, inbox = self._inboxes[rank]
+        joined, _ = self._inboxes[rank]
         if joined == self._generation or self._mark is None:
             self._restart(restored, mark)
         elif mark != self._mark:
@@ -133,7 +132,7 @@ class Session:
         self._blueprint.close()
         for _, inbox in self._inboxes.values():
             inbox.end(OverlordError("another rank moved the session to a saved state; load the same state on this rank"))
-        self._pump.ask(lambda: [old.detach(rank) for rank in self._inboxes], "the old cores to stop")
+        self._pump.ask(lambda: old.stop(), "the old cores to stop")
         self._generation += 1
         self._mark = mark
         self._executor = ThreadExecutor(n_workers(self._options), self._pump.post)
@@ -253,7 +252,9 @@ class Session:
         return f"Session({self.job!r}, local, {state})"
 
 
-def launch(job: Job, runtime: str = "local", resume: Mapping[str, Any] | None = None, allow: tuple[str, ...] = (), **options: Any) -> Session:
+def launch(
+    job: Job, runtime: str = "local", resume: Mapping[str, Any] | None = None, allow: tuple[str, ...] = (), **options: Any
+) -> Session:
     """Start a job. ``runtime``: ``"local"`` embeds it in this process. ``resume``: a state to go on from.
 
     Options (none changes the stream): prefetch=4, loaders={"web": 3}, workers=, read_ahead=2, buffer_bytes=, open_bytes=,

@@ -2,7 +2,7 @@
 
 Two ways to read a row group, chosen by its size alone so that every machine reads alike:
 
-- small: read whole once, hand out compact copies of slices. An open iterator holds 2 to 3 times a small row group.
+- small: read whole once, hand out slices as views; the loader copies what it keeps. An open iterator holds 2 to 3 times a small row group.
 - large: decode slice by slice through a buffered stream. What is held is a page and a read buffer per column and the
   slice itself, whatever the size of the row group (``benchmarks/row_group_memory.py``). A page is what cannot be read
   in part: pyarrow closes one at 1 MB, but looks only every 1024 rows, so rows of 20 kB make pages of 20 MB.
@@ -118,7 +118,7 @@ def _slices(files: Files, file: File, footer: Any, group: int, nbytes: int, opti
                 yield whole
             else:
                 for at in range(skip * step, whole.num_rows, step):
-                    yield cols.compact(whole.slice(at, step))
+                    yield whole.slice(at, step)
             return
     with _open(files, file, footer) as reader:
         batches = reader.iter_batches(batch_size=step, row_groups=[group], columns=_names(options), use_threads=False)
