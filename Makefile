@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Each sets up what it needs, on a machine with Python 3.11+, make and a C compiler.
+# Two commands: `make demo` and `make test`. Each sets up what it needs, on a machine with Python 3.11+ and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -1,6 +1,7 @@
 """The same job through Overlord, embedded: one process plans, reads, packs and serves all ranks.
 
 ``overlord`` reads in file order, as the peers do. ``overlord-shuffled`` leaves shuffling on, which is Overlord's default.
+``overlord-one`` has one worker thread, the bare loop's parallelism: threads that share a tokenizer cost each other time.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def samples_per_step(work: Work) -> int:
 
 def microbatches(corpus: Corpus, work: Work) -> Iterator[Any]:
     """Microbatches of all ranks, step by step in lockstep, as the ranks of one training would take them."""
-    with ov.launch(make_job(corpus, work), runtime="local") as session:
+    with ov.launch(make_job(corpus, work), runtime="local", workers=1 if work.peer == "overlord-one" else None) as session:
         clients = [session.client(rank=rank) for rank in range(work.ranks)]
         for steps in zip(*clients, strict=True):
             for step in steps:

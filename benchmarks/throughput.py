@@ -1,6 +1,6 @@
 """The same job through Overlord, a bare loop, torchdata.nodes and torch's DataLoader, in one run on the same data.
 
-    python benchmarks/throughput.py                                     # everything, about half an hour
+    python benchmarks/throughput.py                                     # everything, about an hour
     python benchmarks/throughput.py --sources 5 --pairs 1 --quick       # a first look, about two minutes
 
 How it is measured, and what the columns mean: benchmarks/README.md.
@@ -29,6 +29,7 @@ from rich.table import Table
 from corpus import Corpus, default_folder, make_corpus
 from peers.cell import MODULES
 from peers.kernel import Work
+from peers.measure import wait_for_idle
 from peers.runner import CellFailed, Figures, run_cell
 
 TOKENS = {"null": 200_000_000, "tokenized": 8_000_000}  # 5 to 20 seconds a cell on two cores
@@ -38,7 +39,7 @@ QUICK = 10  # times fewer tokens
 UNSTEADY_NOTE = "* not steady: this part of the run lived on what was read ahead before it; use the whole run, or more tokens"
 HEADINGS = (
     "job", "sources", "loader", "CPU s/Mtok", "x bare", "above bare, us/tok", "whole x bare", "start-up CPU s",
-    "first step s", "Mtok/s", "PSS MB", "over idle MB", "processes", "Mtok a run",
+    "first step s", "Mtok/s", "PSS MB", "over idle MB", "processes", "Mtok a run", "others, cores",
 )  # fmt: skip
 
 
@@ -118,6 +119,7 @@ def measure(
     amount: Amount,
     seed: int,
     limit_s: float,
+    idle_s: float,
     console: Console,
 ) -> list[Setting]:
     """All cells, one at a time: two at once would disturb each other."""
@@ -129,6 +131,7 @@ def measure(
                 progress.update(bar, description=f"{setting.job}, {setting.n_sources} sources: {peer}")
                 tokens = amount.tokens(setting.job, setting.n_sources, peer)
                 work = Work(peer, setting.job, str(corpora[setting.n_sources].folder), setting.n_sources, tokens, seed=seed)
+                wait_for_idle(idle_s)
                 setting.runs.append(run_cell(work, limit_s))
                 progress.advance(bar)
             progress.console.print(_table(setting, list(dict.fromkeys(cells))))
@@ -154,6 +157,7 @@ def rows_of(setting: Setting, peers: Sequence[str]) -> list[list[str]]:
             f"{statistics.median(run.pss_mb - run.idle_pss_mb for run in runs):.0f}",
             str(runs[0].processes),
             _median(runs, "millions", ".0f"),
+            _median(runs, "others_cores", ".2f"),
         ]
         rows.append(row)
     return rows
@@ -263,9 +267,9 @@ class TokenCounts(click.ParamType):
 @click.option(
     "--peers",
     type=_words(tuple(MODULES)),
-    default="bare,overlord,nodes,torch",
+    default="bare,overlord,overlord-one,overlord-shuffled,nodes,torch",
     show_default=True,
-    help="Also torch-numpy, overlord-shuffled.",
+    help="Also torch-numpy.",
 )
 @click.option("--pairs", type=click.IntRange(1), default=5, show_default=True, help="Runs of each peer, each between two bare runs.")
 @click.option("--tokens", type=TokenCounts(), default=dict, help="Tokens a cell delivers, by job.  [default: by the number of sources]")
@@ -281,11 +285,14 @@ class TokenCounts(click.ParamType):
 @click.option("--data", type=click.Path(path_type=Path, file_okay=False), default=default_folder, help="Where the data is made and kept.")
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--limit", "limit_s", type=float, default=900.0, show_default=True, help="Seconds after which a cell is given up.")
+@click.option(
+    "--wait-idle", "idle_s", type=float, default=0.0, show_default=True, help="Seconds a cell waits, at most, for an idle machine."
+)
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Writes every run's figures there.")
 @click.option("--save", is_flag=True, help="Writes the table, dated, to benchmarks/results.")
 def main(
     sources: list[int], jobs: list[str], peers: list[str], pairs: int, tokens: dict[str, int], overlord_times: int, quick: bool,
-    data: Path, seed: int, limit_s: float, json_path: Path | None, save: bool,
+    data: Path, seed: int, limit_s: float, idle_s: float, json_path: Path | None, save: bool,
 ) -> None:  # fmt: skip
     console = Console()
     amount = Amount(tokens, QUICK if quick else 1, overlord_times)
@@ -294,7 +301,7 @@ def main(
         bars = {name: progress.add_task(f"data: {name}", total=None) for name in ("sources", "tokenizer")}
         corpora = {n: make_corpus(data, n, seed, lambda name, at, of: progress.update(bars[name], completed=at, total=of)) for n in sources}
     try:
-        settings = measure(corpora, jobs, order_of_cells(peers, pairs), amount, seed, limit_s, console)
+        settings = measure(corpora, jobs, order_of_cells(peers, pairs), amount, seed, limit_s, idle_s, console)
     except CellFailed as failure:
         raise click.ClickException(str(failure)) from failure
     today = datetime.date.today().isoformat()
@@ -303,7 +310,7 @@ def main(
         runs = [asdict(run) for setting in settings for run in setting.runs]
         json_path.write_text(json.dumps({"date": today, "machine": machine(), "pairs": pairs, "runs": runs}, indent=1))
     if save:
-        path = Path(__file__).parent / "results" / f"throughput-{today}.md"
+        path = Path(__file__).parent / "results" / f"{today}-throughput.md"
         path.parent.mkdir(exist_ok=True)
         path.write_text(markdown(settings, peers, pairs, today))
         console.print(f"saved {path}")

@@ -30,6 +30,7 @@ MODULES = {
     "torch-numpy": "peers.torch_loader",
     "overlord": "overlord_side",
     "overlord-shuffled": "overlord_side",
+    "overlord-one": "overlord_side",
 }
 WARM_SHARE = 0.25  # of the tokens: not counted as steady, so that opening sources and filling read-ahead lie before it
 

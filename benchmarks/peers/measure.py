@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -49,3 +50,19 @@ def _own_pss(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         pass
     return 0
+
+
+def busy_seconds() -> float:
+    """CPU seconds that the whole machine has worked since it started, by anyone."""
+    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
+    return (user + nice + system + irq + softirq) / TICKS
+
+
+def wait_for_idle(limit_s: float, below: float = 0.15, window_s: float = 1.0) -> None:
+    """Until the machine works less than ``below`` cores for a moment, or the limit has passed."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        start, busy = time.monotonic(), busy_seconds()
+        time.sleep(window_s)
+        if (busy_seconds() - busy) / (time.monotonic() - start) < below:
+            return

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.kernel import Work
-from peers.measure import pss_bytes
+from peers.measure import busy_seconds, pss_bytes
 
 HERE = Path(__file__).resolve().parents[1]
 PROCESS_PER_RANK = ("nodes", "torch", "torch-numpy")  # as torchrun starts them; the others serve all ranks from one process
@@ -49,6 +49,7 @@ class Figures:
     idle_pss_mb: float  # after imports, before anything was opened
     bytes_per_token: float
     tokens_per_microbatch: float
+    others_cores: float  # what everyone else on the machine used meanwhile, this program among them
 
     @property
     def steady_cpu(self) -> float:
@@ -99,7 +100,7 @@ def _observe(work: Work, children: list[subprocess.Popen], errors: Any, deadline
     lines = _Lines(work, children, errors, deadline)
     lines.wait_for(lambda said: all(any("ready" in line for line in s) for s in said))
     idle = pss_bytes(pids)
-    go = time.monotonic()
+    go, busy = time.monotonic(), busy_seconds()
     for child in children:
         child.stdin.write(b"go\n")
         child.stdin.flush()
@@ -111,8 +112,9 @@ def _observe(work: Work, children: list[subprocess.Popen], errors: Any, deadline
         return all(any(line.get("at") == LAST for line in s) for s in said)
 
     lines.wait_for(finished)
+    busy = busy_seconds() - busy
     marks = [{line["at"]: line for line in said if "at" in line} for said in lines.said]
-    return _figures(work, marks, go, peak, idle)
+    return _figures(work, marks, go, peak, idle, busy)
 
 
 class _Lines:
@@ -156,11 +158,12 @@ class _Lines:
         raise CellFailed(f"{w.peer}, {w.job}, {w.n_sources} sources: {what}\n{self.errors.read()[-3000:]}")
 
 
-def _figures(work: Work, marks: list[Mapping[str, Any]], go: float, peak: int, idle: int) -> Figures:
+def _figures(work: Work, marks: list[Mapping[str, Any]], go: float, peak: int, idle: int, busy: float) -> Figures:
     def total(key: str, since: str, until: str) -> float:
         return sum(m[until][key] - m[since][key] for m in marks)
 
-    tokens = total("tokens", "start", LAST)
+    tokens, cpu = total("tokens", "start", LAST), total("cpu", "start", LAST)
+    wall = max(m[LAST]["wall"] for m in marks) - go
     return Figures(
         peer=work.peer,
         job=work.job,
@@ -172,12 +175,13 @@ def _figures(work: Work, marks: list[Mapping[str, Any]], go: float, peak: int, i
         steady_wall_s=max(m[LAST]["wall"] for m in marks) - min(m["warm"]["wall"] for m in marks),
         startup_cpu_s=total("cpu", "start", "first"),
         first_step_s=max(m["first"]["wall"] for m in marks) - go,
-        cpu_s=total("cpu", "start", LAST),
-        wall_s=max(m[LAST]["wall"] for m in marks) - go,
+        cpu_s=cpu,
+        wall_s=wall,
         pss_mb=peak / 2**20,
         idle_pss_mb=idle / 2**20,
         bytes_per_token=total("nbytes", "start", LAST) / tokens,
         tokens_per_microbatch=tokens / total("microbatches", "start", LAST),
+        others_cores=max(0.0, busy - cpu) / wall,
     )
 
 

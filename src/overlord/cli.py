@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -198,6 +199,9 @@ def _error(words: str, more: str = "") -> None:
 def main() -> NoReturn:
     """The entry point. After Ctrl-C the process ends at once: a thread in the middle of a read must not hold it up."""
     code = 0
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # bars are no Latin-1; a mark in their place is better than no table
+            stream.reconfigure(errors="replace")
     try:
         code = cli.main(prog_name="overlord", standalone_mode=False) or 0
     except click.ClickException as fault:

@@ -22,7 +22,8 @@ class JobError(OverlordError):
 
     def __str__(self) -> str:
         if len(self.problems) == 1:
-            return f"{self.where}: {self.problems[0]}"
+            said = self.problems[0]
+            return said if said.startswith(self.where) else f"{self.where}: {said}"
         return f"{self.where}: {len(self.problems)} problems\n" + "\n".join(f"  - {p}" for p in self.problems)
 
 

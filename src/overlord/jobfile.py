@@ -21,6 +21,7 @@ from overlord.placetree import ClientPlaceTree
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
 from overlord.transforms.text import Tokenize
 
+REGISTER = "call ov.register_function before the file is read; on the command line, in a module named by --import"
 _functions: dict[str, Callable[..., Any]] = {}
 _TRANSFORMS: dict[str, Callable[..., Any]] = {
     "tokenize": Tokenize, "tokens": Tokens, "map": Map, "filter": Filter, "select": Select, "meta": Meta,
@@ -99,7 +100,7 @@ class _Reader:
         try:
             return loader.get_single_data()
         except (yaml.YAMLError, RecursionError, ValueError) as fault:
-            self.problems.append(f"is no YAML: {' '.join(str(fault).split())}")
+            self.problems.append(f"is no YAML: {_said(fault)}")
             return None
         finally:
             self.problems += loader.twice
@@ -172,7 +173,7 @@ class _Reader:
         return "?"
 
     def _path(self, path: str) -> str:
-        return path if "://" in path else os.path.join(self.folder, path)
+        return path if "://" in path else os.path.join(self.folder, os.path.expanduser(path))
 
     def _transforms(self, plain: list[Any], at: str) -> tuple[Any, ...]:
         made = [self._transform(entry, f"{at}[{i}]") for i, entry in enumerate(plain)]
@@ -192,7 +193,8 @@ class _Reader:
         if kind == "select":
             return self._select(body, at)
         if not isinstance(body, dict):
-            self.problems.append(f"{at}: wanted a mapping, found {_shown(body)}")
+            first = {"tokenize": "tokenizer", "tokens": "column", "meta": "name"}.get(kind, "fn")
+            self.problems.append(f"{at}: wanted its fields, as in {{{first}: ...}}, found {_shown(body)}")
             return None
         given: dict[str, Any] = {}
         if kind == "tokenize" and isinstance(body.get("tokenizer"), str) and body["tokenizer"]:
@@ -228,7 +230,7 @@ class _Reader:
         if isinstance(name, str) and name in _functions:
             return _functions[name]
         known = f"known: {', '.join(sorted(_functions))}" if _functions else "none is registered"
-        self.problems.append(f"{at}: no function is registered as {_shown(name)} ({known}); call ov.register_function first")
+        self.problems.append(f"{at}: no function is registered as {_shown(name)} ({known}); {REGISTER}")
         return _missing
 
 
@@ -249,6 +251,15 @@ def _keyed(problem: str, at: str, name: Any) -> str:
         if problem.startswith((f"{own}.", f"{own}:")):
             return at + problem.removeprefix(own)
     return f"{at}.{problem}"
+
+
+def _said(fault: Exception) -> str:
+    """What the parser says, in one line and without the name that it gives to a text."""
+    mark = getattr(fault, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(fault).split())
+    parts = [part for part in (getattr(fault, "context", None), getattr(fault, "problem", None)) if part]
+    return f"{', '.join(parts)} (line {mark.line + 1}, column {mark.column + 1})"
 
 
 def _shown(value: Any) -> str:
@@ -327,7 +338,7 @@ def _changed(thing: Any) -> dict[str, Any]:
 
 
 def _anywhere(path: str) -> str:
-    return path if "://" in path else os.path.abspath(path)
+    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
 class _Loader(yaml.SafeLoader):

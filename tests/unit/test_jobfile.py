@@ -192,7 +192,7 @@ def test_functions_come_from_the_registry_only(tmp_path: Path):
     head = "{name: x, batch: {samples: 1, context: 1}, sources: {a: {path: /x, transforms: [%s]}}}"
     assert problems(head % "{map: {fn: os.getcwd}}", tmp_path) == [
         "sources.a.transforms[0].map.fn: no function is registered as 'os.getcwd' (known: clean, random row); "
-        "call ov.register_function first"
+        "call ov.register_function before the file is read; on the command line, in a module named by --import"
     ]
     assert problems(head % "{meta: {name: m, fn: clean, column: c}}", tmp_path) == [
         "sources.a.transforms[0].meta: wanted exactly one of column and fn"

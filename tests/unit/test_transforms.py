@@ -228,7 +228,7 @@ def test_rows_that_are_no_text_go_to_quarantine_and_harm_no_others(tokenizer: st
     assert block.index.tolist() == [0, 2]
     assert block.bad == [(1, "text is not UTF-8: invalid start byte at byte 0")]
     block = run(pipeline(Tokenize(tokenizer)), pa.table({"text": ["w0", None, "", "w1"]}))
-    assert block.bad == [(1, "text is null"), (2, "no tokens")]
+    assert block.bad == [(1, "text is null or missing"), (2, "no tokens")]
     assert block.index.tolist() == [0, 3]
 
 
@@ -238,7 +238,7 @@ def test_rows_that_are_no_text_go_to_quarantine_and_harm_no_others(tokenizer: st
 def test_text_may_come_in_any_of_arrows_types(kind: pa.DataType, tokenizer: str):
     text = pa.array(["w0 w1", None, "w2"]).cast(kind)
     block = run(pipeline(Tokenize(tokenizer)), pa.table({"text": text}))
-    assert (rows_of(block), block.bad) == ([[2, 3], [4]], [(1, "text is null")])
+    assert (rows_of(block), block.bad) == ([[2, 3], [4]], [(1, "text is null or missing")])
 
 
 def test_a_text_that_the_tokenizer_refuses_is_quarantined_alone(tmp_path: Path):
@@ -265,7 +265,7 @@ def test_ids_may_come_in_any_list_of_numbers(inner: pa.DataType, outer: Any):
     block = run(pipeline(Tokens("ids")), pa.table({"ids": column}))
     assert rows_of(block) == [[1, 2], [3, 100]]
     assert block.index.tolist() == [0, 2]
-    assert block.bad == [(1, "tokens is null")]
+    assert block.bad == [(1, "tokens is null or missing")]
     assert block.tokens.values.dtype.kind == "u"
     assert block.tokens.values.itemsize <= 4
 
@@ -410,7 +410,7 @@ def test_metadata_that_no_plan_can_count_with_quarantines_its_row():
     table = pa.table({"tokens": [[1], [2], [3], [4]], "q": [0.5, None, float("nan"), float("inf")]})
     block = run(pipeline(Meta("q", "q")), table)
     assert block.meta["q"].tolist() == [0.5]
-    assert block.bad == [(1, "q is null"), (2, "q is not finite"), (3, "q is not finite")]
+    assert block.bad == [(1, "q is null or missing"), (2, "q is not finite"), (3, "q is not finite")]
 
 
 def test_what_functions_see_can_be_narrowed_and_ids_stay():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -31,10 +32,12 @@ class Inbox:
             self._steps.append((stage, bucket))
             self._changed.notify()
 
-    def end(self, error: BaseException | None) -> None:
-        """No step comes after those already here."""
+    def end(self, error: BaseException | None, *, drop: bool = False) -> None:
+        """No step comes after those already here; with ``drop`` not even those."""
         with self._changed:
             self._ended, self._error = True, error
+            if drop:
+                self._steps.clear()
             self._changed.notify_all()
 
     def __len__(self) -> int:
@@ -58,7 +61,7 @@ class Client:
     """Iterates the Steps of one rank. Made by ``session.client(rank)``."""
 
     def __init__(
-        self, rank: int, inbox: Inbox, *, begin: Callable[[], None], consumed: Callable[[int], None], waiting_for: Callable[[], str],
+        self, rank: int, inbox: Inbox, *, begin: Callable[[], None], consumed: Callable[[Inbox, int], None], waiting_for: Callable[[], str],
         export: Callable[[StreamState], dict[str, Any]], rewind: Callable[[Mapping[str, Any], tuple[str, ...]], tuple[Inbox, StreamState]],
         start: StreamState, close: Callable[[], None], stall_warn_s: float, stall_limit_s: float,
     ):  # fmt: skip
@@ -66,6 +69,7 @@ class Client:
         self._begin: Callable[[], None] | None = begin  # called before the first wait: demand starts the work
         self._consumed, self._waiting_for, self._export, self._rewind, self._close = consumed, waiting_for, export, rewind, close
         self._warn_s, self._limit_s = stall_warn_s, stall_limit_s
+        self._pid = os.getpid()
         self.waited_s = 0.0  # time the trainer spent waiting here
         self.steps = 0
 
@@ -73,21 +77,27 @@ class Client:
         return self
 
     def __next__(self) -> Step:
+        if os.getpid() != self._pid:  # the threads that fill the inbox stayed behind
+            raise OverlordError(
+                f"rank {self.rank}: the client was opened in process {self._pid} and this is process {os.getpid()}; a session does not "
+                "survive a fork: launch it in the process that iterates"
+            )
         if self._begin is not None:
             self._begin()
             self._begin = None
-        stage, bucket = self._wait()
+        inbox = self._inbox
+        stage, bucket = self._wait(inbox)
         self._state = stage.after
         self.steps += 1
-        self._consumed(stage.plan.step)
+        self._consumed(inbox, stage.plan.step)
         return Step(stage, bucket, self.rank)
 
-    def _wait(self) -> tuple[Stage, Bucket]:
+    def _wait(self, inbox: Inbox) -> tuple[Stage, Bucket]:
         start = time.monotonic()
         warned = False
         while True:
             waited = time.monotonic() - start
-            got = self._inbox.get(max(0.0, min(self._warn_s, self._limit_s) - waited) if not warned else min(1.0, self._limit_s))
+            got = inbox.get(max(0.0, min(self._warn_s, self._limit_s) - waited) if not warned else min(1.0, self._limit_s))
             if got is not None:
                 self.waited_s += time.monotonic() - start
                 return got
@@ -115,7 +125,7 @@ class Client:
     def close(self) -> None:
         """Leave: nobody waits for this rank any more."""
         self._close()
-        self._inbox.end(OverlordError(f"the client of rank {self.rank} is closed"))
+        self._inbox.end(OverlordError(f"the client of rank {self.rank} is closed"), drop=True)
 
     def __repr__(self) -> str:
         return f"Client(rank {self.rank}, next step {self._state.step}, {len(self._inbox)} steps ready, waited {self.waited_s:.2f} s)"

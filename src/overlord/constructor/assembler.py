@@ -29,7 +29,7 @@ class Assembler:
     def handle(self, event: Any, now: float = 0.0) -> list[Command]:
         match event:
             case Stage(plan=plan, skipped=skipped):
-                if not skipped:
+                if not skipped and not self._is_over(plan.step):
                     self._steps[plan.step] = PLANNED
             case Staged(step=step):
                 if step in self._steps and self._wanted:
@@ -38,8 +38,9 @@ class Assembler:
                 self._steps.pop(step, None)
                 return [Release(step, self.bucket), *self._deliver()]
             case Built(step=step):
-                if step not in self._steps:  # everyone detached while it was being built
-                    return [Release(step, self.bucket)]
+                if step not in self._steps or not self._wanted:  # it is over, or everyone detached, while it was being built
+                    self._steps.pop(step, None)
+                    return [Release(step, self.bucket), *self._deliver()]
                 self._steps[step] = BUILT
                 return self._deliver()
             case Attach(rank=rank) if rank in self.ranks:
@@ -54,16 +55,24 @@ class Assembler:
                 self._ended.discard(rank)
                 return self._release()
             case Consumed(rank=rank, step=step) if rank in self._wanted:
-                self._wanted[rank] = step
+                self._wanted[rank] = max(step, self._wanted[rank])
                 return self._release()
-            case Finish():
-                self._finish = event
-                return self._deliver()
+            case Finish(step=step):
+                if not self._is_over(step):
+                    self._finish = event
+                # A step that could not be built ends the job before it, though some behind it were planned already.
+                over = {s: status for s, status in self._steps.items() if self._is_over(s)}
+                for s in over:
+                    del self._steps[s]
+                return [*(Release(s, self.bucket) for s, status in over.items() if status == BUILT), *self._deliver()]
             case Attach() | Detach() | Consumed():
                 pass
             case _:
                 raise TypeError(f"an assembler does not know {type(event).__name__}")
         return []
+
+    def _is_over(self, step: int) -> bool:
+        return self._finish is not None and step >= self._finish.step
 
     def _deliver(self) -> list[Command]:
         """Send built steps in order; a step that is still being built holds back those behind it."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,8 +53,20 @@ def run_demo(out: Path, shape: Shape, steps: int, console: Console, command: str
     console.print(f"\nreport with plots: {out / 'report.html'}")
     console.print("next:")
     for words in ("inspect {}", "plan {} --step 3 --strategy vanilla", "run {} --steps 20"):
-        console.print(f"  overlord {words.format(out / 'job.yaml')}", soft_wrap=True)
+        console.print(f"  {program()} {words.format(shlex.quote(str(out / 'job.yaml')))}", soft_wrap=True)
     return figures
+
+
+def program() -> str:
+    """How this program is called from the working directory: a fresh environment is rarely on the PATH."""
+    beside = os.path.join(os.path.dirname(os.path.abspath(sys.executable)), "overlord")
+    found = shutil.which("overlord")
+    if found and os.path.abspath(found) == beside:
+        return "overlord"
+    if not os.access(beside, os.X_OK):
+        return f"{shlex.quote(sys.executable)} -m overlord.cli"
+    near = os.path.relpath(beside)
+    return shlex.quote(beside if near.startswith("..") else near)
 
 
 def _measure(job: Job, steps: int, console: Console, command: str, compute_s: float) -> Figures:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,6 +19,8 @@ class SourceOrder:
     seed: int
     shuffle: bool
     shuffle_chunks: int
+    # Asked for once a group, and a source of many chunks has many groups; two epochs, since loaders are not all in the same one.
+    _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def group_size(self) -> int:
@@ -31,7 +32,18 @@ class SourceOrder:
 
     def chunk_order(self, epoch: int) -> np.ndarray:
         """The chunks of an epoch, in the order they are opened."""
-        return _chunk_order(self, epoch)
+        order = self._orders.get(epoch)
+        if order is None:
+            order = self._orders[epoch] = self._chunk_order(epoch)
+            if len(self._orders) > 2:
+                del self._orders[next(iter(self._orders))]
+        return order
+
+    def _chunk_order(self, epoch: int) -> np.ndarray:
+        chunks = np.arange(self.n_chunks)
+        if not self.shuffle:
+            return chunks
+        return np.argsort(keyed_hash(key64("chunks", self.seed, self.name, epoch), chunks), kind="stable")
 
     def owned(self, epoch: int, group: int, loader: int, loaders: int) -> tuple[int, ...]:
         """The chunks of a group that loader number ``loader`` of ``loaders`` reads: every loaders-th place of the order."""
@@ -50,11 +62,3 @@ class SourceOrder:
             for g in range(group, self.n_groups):
                 yield epoch, g
             epoch, group = epoch + 1, 0
-
-
-@lru_cache(maxsize=1024)  # asked for once a group; a source of many chunks has many groups
-def _chunk_order(order: SourceOrder, epoch: int) -> np.ndarray:
-    chunks = np.arange(order.n_chunks)
-    if not order.shuffle:
-        return chunks
-    return np.argsort(keyed_hash(key64("chunks", order.seed, order.name, epoch), chunks), kind="stable")

@@ -193,7 +193,8 @@ def _joined(tables: list[pa.Table]) -> list[pa.Table]:
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
             return [compact(table) for table in tables]
     table = tables[0]
-    return [compact(table) if table.get_total_buffer_size() > 1.25 * table.nbytes + 4096 else table.combine_chunks()]
+    # Half of a row group may keep the other half alive: the copy would cost more than the memory, which is soon read anyway.
+    return [compact(table) if table.get_total_buffer_size() > 2.5 * table.nbytes + 4096 else table.combine_chunks()]
 
 
 def _all_bad(n: int, reason: str) -> Block:

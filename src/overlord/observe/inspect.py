@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from overlord.job import Job, Source
 
 FILES = 16  # of a source that are sampled, spread evenly over its listing
+UNCUT = 2**31 - 1  # a context that no sample passes
 REASONS = 3  # of bad rows that are told, the most frequent first
 
 
@@ -39,7 +40,8 @@ class SourceReport:
     schema: dict[str, str] = field(default_factory=dict)
     sampled_files: int = 0
     sampled_rows: int = 0
-    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the sampled rows, as a job would see them
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the sampled samples, before on_long cuts any
+    longer: int = 0  # samples that on_long deals with
     dropped: int = 0  # by a Filter
     bad: dict[str, int] = field(default_factory=dict)  # reason -> rows
     failures: list[str] = field(default_factory=list)
@@ -74,15 +76,18 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
     out = SourceReport(name=source.name)
     cache = HandleCache(max_open=1)
     try:
-        pipeline = Pipeline(source.name, source.transforms, seed=job.seed, context=job.batch.context, on_long=job.on_long)
+        pipeline = Pipeline(source.name, source.transforms, seed=job.seed, context=UNCUT, on_long="truncate")
         options = ReadOptions(job.slice_rows, job.chunk_bytes, source.max_sample_bytes, pipeline.columns)
         index = build_index(source.name, source.path, source.format, options, cache_dir=default_cache_dir())
         _describe(out, index)
         reader = ChunkReader(index, options, cache)
         for file in _sampled_files(index, full):
             _sample_file(out, reader, pipeline, file, full)
+        _judge(out, job)
+        if index.schema is None and options.columns is not None:
+            out.schema = _all_columns(index, options, cache) or out.schema
         if not len(out.tokens) and not out.failures:
-            out.failures.append(f"source {source.name!r}: no sampled row became a sample")
+            out.failures.append(f"source {source.name!r}: no sampled row became a sample{_lacking(pipeline, out)}")
     except OverlordError as fault:
         out.failures.append(str(fault))
     except Exception as fault:  # a surprise of one source must not hide the others; it is told by name
@@ -95,6 +100,29 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
 def _describe(out: SourceReport, index: Index) -> None:
     out.format, out.files, out.chunks = index.format, len(index.files), len(index.chunks)
     out.rows, out.nbytes, out.schema = index.rows, index.nbytes, dict(index.schema or {})
+
+
+def _judge(out: SourceReport, job: Job) -> None:
+    """Lengths are taken uncut, so that a person sees how much the context costs; here on_long has its say."""
+    context = job.batch.context
+    out.longer = int((out.tokens > context).sum())
+    if out.longer and job.on_long == "quarantine":
+        out.bad[f"more tokens than the context of {context}"] = out.longer
+        out.tokens = out.tokens[out.tokens <= context]
+
+
+def _all_columns(index: Index, options: ReadOptions, cache: HandleCache) -> dict[str, str]:
+    """What the first rows hold, where no file says it. A job reads only the columns it names, and a misspelled name hides the rest."""
+    try:
+        raw = ChunkReader(index, replace(options, columns=None), cache).slice(0, 0)
+    except OverlordError:  # told already, as a failure of its file
+        return {}
+    return {f.name: str(f.type) for f in raw.table.schema}
+
+
+def _lacking(pipeline: Pipeline, out: SourceReport) -> str:
+    missing = [repr(name) for name in pipeline.columns or () if name not in out.schema]
+    return f"; wanted the column {', '.join(missing)}, found {', '.join(out.schema) or 'none'}" if missing and out.schema else ""
 
 
 def _sampled_files(index: Index, full: bool) -> list[int]:

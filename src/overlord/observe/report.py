@@ -24,7 +24,8 @@ figure, section { background: var(--surface); border: 1px solid var(--grid); bor
 figcaption { color: var(--faint); font-size: 13px; margin-top: 8px; overflow-wrap: anywhere; }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
 svg text { fill: var(--muted); font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; }
-svg text.name, svg text.value { fill: var(--ink); } svg text.tick { fill: var(--faint); font-variant-numeric: tabular-nums; }
+svg text.name, svg text.value { fill: var(--ink); } svg text.value { paint-order: stroke; stroke: var(--surface); stroke-width: 4px; }
+svg text.tick { fill: var(--faint); font-variant-numeric: tabular-nums; }
 svg .grid { stroke: var(--grid); } svg .axis { stroke: var(--axis); } svg .mark { stroke: var(--faint); stroke-dasharray: 2 3; }
 svg .bound { fill: none; stroke: var(--ink); stroke-dasharray: 6 4; } svg .line { fill: none; stroke-width: 2; stroke-linejoin: round; }
 svg .wanted { fill: none; stroke-width: 1.5; stroke-dasharray: 5 4; opacity: .75; } svg .leader { fill: none; stroke-width: 2; }

@@ -51,8 +51,9 @@ def never_ends(job: Job) -> bool:
 def run_job(run: Run, console: Console, err: Console) -> Meter:
     """Progress goes to ``err``, results to ``console``."""
     if run.steps is None and never_ends(run.job):
-        endless = ", ".join(s.name for s in run.job.sources if s.epochs is None)
-        raise JobError([f"the job never ends, since {endless} repeat for ever; say --steps N, give them epochs, or set until"], "run")
+        endless = [s.name for s in run.job.sources if s.epochs is None]
+        who = f"{endless[0]} repeats" if len(endless) == 1 else f"{', '.join(endless[:5])}{' and others' * (len(endless) > 5)} repeat"
+        raise JobError([f"the job never ends, since {who} for ever; say --steps N, give epochs, or set until"], "run")
     if run.save is not None and not run.save.absolute().parent.is_dir():  # before the run, not after it
         raise JobError([f"cannot be written: {run.save.absolute().parent} is no folder"], str(run.save))
     meter, chain = Meter(), ""

@@ -15,6 +15,7 @@ import numpy as np
 
 Scale = Callable[[float], float]
 WIDTH = 860
+SHOWN = 16  # bars of a panel with a number over each; beyond that numbers are noise
 LABEL_GAP = 15  # pixels between two labels at the end of lines
 
 
@@ -128,21 +129,22 @@ def bars(
     for tick in _ticks(0.0, max(most, bound) * 1.08, 5):
         out.append(_rule(left, sy(tick), WIDTH - right, sy(tick), "grid"))
         out.append(_text(left - 8, sy(tick) + 4, f"{tick:.2g}", "tick", "end"))
+    words: list[str] = []
     for k, panel in enumerate(panels):
         out += _panel(panel, left + k * wide, wide, sy, mean or 1.0, bar_name)
+        words += _panel_values(panel, left + k * wide, wide, sy, mean or 1.0)
         out.append(_text(left + (k + 0.5) * wide, height - 24, panel.label, "name", "middle"))
         out.append(_text(left + (k + 0.5) * wide, height - 7, panel.note, "tick", "middle"))
     out.append(_rule(left, sy(bound), WIDTH - right, sy(bound), "bound"))
     out.append(_text(WIDTH - right + 8, sy(bound) + 4, bound_label, "tick"))
     out.append(_rule(left, sy(0), WIDTH - right, sy(0), "axis"))
-    return _svg(height, about, out)
+    return _svg(height, about, out + words)  # numbers last: a line through them would strike them out
 
 
 def _panel(panel: Panel, x: float, wide: float, sy: Scale, mean: float, bar_name: str) -> list[str]:
     n = len(panel.stacks)
     pitch = wide * 0.86 / n
     thick = min(54.0, pitch * 0.72)
-    shown = n <= 16  # beyond that a number over every bar is noise
     out = []
     for b, stack in enumerate(panel.stacks):
         centre, low = x + wide * 0.07 + (b + 0.5) * pitch, 0.0
@@ -152,10 +154,17 @@ def _panel(panel: Panel, x: float, wide: float, sy: Scale, mean: float, bar_name
                 says = f"{panel.label}, {bar_name} {b}, microbatch {m}: {load:.3f} of the mean {bar_name}"
                 out.append(_rect(centre - thick / 2, y1 + 1, thick, max(0.8, y0 - y1 - 2), panel.color, says))
             low += load
-        if shown:
-            out.append(_text(centre, sy(low) - 5, f"{low:.2f}", "value", "middle"))
+        if n <= SHOWN:
             out.append(_text(centre, sy(0) + 16, f"{bar_name} {b}" if pitch > 44 else f"{b}", "tick", "middle"))
     return out
+
+
+def _panel_values(panel: Panel, x: float, wide: float, sy: Scale, mean: float) -> list[str]:
+    n = len(panel.stacks)
+    totals = (panel.stacks.sum(axis=1) / mean).tolist() if n <= SHOWN else []
+    return [
+        _text(x + wide * (0.07 + 0.86 * (b + 0.5) / n), sy(total) - 5, f"{total:.2f}", "value", "middle") for b, total in enumerate(totals)
+    ]
 
 
 def _end_labels(series: Sequence[Line], sy: Scale, x: float, top: float, bottom: float) -> list[str]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 BUCKETS = 64  # rows of a plan that are shown
+SOURCES = 24  # of a plan's mix that are named
 CELLS = 8  # microbatches of a bucket that are shown
 REASONS = 5
 
@@ -112,7 +113,8 @@ def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
             columns = ", ".join(f"{name}: {kind}" for name, kind in r.schema.items()) or "none"
             looked = f"looked at {r.sampled_rows:,} rows in {r.sampled_files:,} of {r.files:,} files"
             dropped = f", {r.dropped:,} dropped by a filter" if r.dropped else ""
-            parts.append(Text.assemble((r.name, "bold"), f"  {_spread(r.tokens)}; columns {columns}; {looked}{dropped}"))
+            longer = f", {r.longer:,} longer than the context (on_long: {job.on_long})" if r.longer else ""
+            parts.append(Text.assemble((r.name, "bold"), f"  {_spread(r.tokens)}{longer}; columns {columns}; {looked}{dropped}"))
             parts += [Text(f"  bad: {reason}") for reason in r.reasons()]
     return Group(*parts)
 
@@ -146,7 +148,7 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
         ("step", f"{plan.step}: {len(plan):,} samples, {int(plan.tokens.sum()):,} tokens, placed by {strategy} on {job.place}"),
         ("imbalance", f"by bucket {i['bucket']:.3f}, by microbatch {i['microbatch']:.3f}; no placement can go below {i['bound']:.3f}"),
         ("microbatches", f"{a.n_microbatches} of {a.capacity:,} tokens on each bucket, {plan.fill():.0%} filled"),
-        ("mix", ", ".join(f"{name} {n}" for name, n in zip(plan.names, _counts(plan), strict=True))),
+        ("mix", _mix(plan)),
         ("digest", plan.digest()),
     ]
     hidden = (("buckets", BUCKETS, a.n_buckets), ("microbatches", cells, a.n_microbatches))
@@ -157,5 +159,9 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
     return Group(_facts(facts), Text(""), table, *said)
 
 
-def _counts(plan: LoadingPlan) -> list[int]:
-    return [int(n) for n in np.bincount(plan.source, minlength=len(plan.names))]
+def _mix(plan: LoadingPlan) -> str:
+    """Samples by source, in the job's order; of many sources only the largest."""
+    counts = np.bincount(plan.source, minlength=len(plan.names))
+    shown = np.sort(np.argsort(-counts, kind="stable")[:SOURCES])
+    words = ", ".join(f"{plan.names[i]} {counts[i]}" for i in shown.tolist())
+    return words + (f", and {len(counts) - len(shown)} others {counts.sum() - counts[shown].sum()}" if len(counts) > len(shown) else "")

@@ -187,7 +187,7 @@ class Drawer:
                 wanted = -(-run.owed[i] // UNIT)
                 count, held = run.fronts[i].samples_for(run.taken[i], wanted)
                 if held < wanted and not run.fronts[i].ended:
-                    need[i] = run.fronts[i].ready + max(1, (wanted - held) * max(1, count) // max(1, held))
+                    need[i] = (ready := run.fronts[i].ready) + max(1, min(16 + ready, (wanted - held) * max(1, count) // max(1, held)))
                     continue
                 run.taken[i] += count
                 run.owed[i] -= held * UNIT

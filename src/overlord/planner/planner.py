@@ -6,6 +6,7 @@ and for nothing else. Every input that changes the stream is an event with its f
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,11 +20,15 @@ from overlord.messages import Announce, Attach, Consumed, Cursor, Detach, Finish
 from overlord.placetree import ClientPlaceTree
 from overlord.plan import LoadingPlan
 from overlord.planner.draw import Drawer, Drawn, Short, step_order
+from overlord.planner.events import latest, still_in_force
 from overlord.planner.stream import BadRow, Piece, SourceStream
 from overlord.sample import Buffer
 
 Schedule = Callable[[int, Mapping[str, float]], Sequence[float]]
 Command = Refill | Stage | Finish
+
+
+KEPT_BAD = 200_000  # quarantined rows that are listed, the latest; all are counted. About 60 MB.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +115,7 @@ class Planner:
         self._held = np.zeros(int(self._first_loader[-1]), np.int64)  # announced and not yet popped, by loader
         self._finished: Finish | None = None
         self._weights: list[float] = []
-        self.quarantine: list[Quarantined] = []
+        self.quarantine: deque[Quarantined] = deque(maxlen=KEPT_BAD)
         self.totals = Totals(*(_restored(state, name, len(spec.sources)) for name in ("samples", "tokens", "quarantined", "dropped")))
         self._dropped_before = self.totals.dropped.copy()
 
@@ -135,6 +140,10 @@ class Planner:
                 self._consumed.setdefault(rank, self._state.step - 1)
             case Detach(rank=rank):
                 self._consumed.pop(rank, None)
+            case Finish():  # a constructor cannot build this step: no later one is planned
+                self._finished = event
+                self._waiting = {}
+                return [event]
             case SetMixture() | Skip():
                 self._add_event(event)
             case _:
@@ -163,6 +172,9 @@ class Planner:
                 planned = self._plan_step()
             except Exception as error:  # a strategy is the user's code: whatever it raises ends the job at this step, by name
                 planned = self._finish(error)
+            except (SystemExit, GeneratorExit) as error:
+                what = f"the strategy or the schedule raised {type(error).__name__}: {error}"
+                planned = self._finish(PlanError(what, self._state.step, "it must not end the program"))
             commands += planned
             if self._waiting or self._finished:
                 break
@@ -250,19 +262,22 @@ class Planner:
 
     def _mix(self) -> None:
         """Bring the weights in force up to date."""
-        state, spec = self._state, self.spec
-        if spec.mix_every == "epoch" and self._weights:
-            epoch = min((e for e, w in zip(state.cursors[:, 0].tolist(), self._weights, strict=True) if w), default=0)
-            if epoch <= state.mix_epoch:
-                return
-            self._state = state = replace(state, mix_step=state.step, mix_epoch=epoch)
-        elif spec.mix_every != "epoch":
-            self._state = state = replace(state, mix_step=state.step)
-        changes = [e for e in state.events if isinstance(e, SetMixture) and e.at <= state.mix_step]
-        if changes:
-            self._weights = [float(changes[-1].weights.get(name, 0.0)) for name in spec.names]
-        else:
-            self._weights = [float(w) for w in spec.schedule(state.mix_step, {})]
+        state = self._state
+        if self.spec.mix_every != "epoch":
+            self._state = replace(state, mix_step=state.step)
+            self._weights = self._weights_at(state.step)
+            return
+        if not self._weights:  # a planner that starts at a state: first what was in force there
+            self._weights = self._weights_at(state.mix_step)
+        epoch = min((e for e, w in zip(state.cursors[:, 0].tolist(), self._weights, strict=True) if w), default=0)
+        if epoch > state.mix_epoch:
+            self._state = replace(state, mix_step=state.step, mix_epoch=epoch)
+            self._weights = self._weights_at(state.step)
+
+    def _weights_at(self, step: int) -> list[float]:
+        for change in latest(self._state.events, -1, step):
+            return [float(change.weights.get(name, 0.0)) for name in self.spec.names]
+        return [float(w) for w in self.spec.schedule(step, {})]
 
     def _stage(self, drawn: Drawn) -> Stage:
         state, spec = self._state, self.spec
@@ -276,7 +291,7 @@ class Planner:
         order, substep = _step_positions(drawn)
         buffer, loader, cursors = self._buffer(pieces, order, substep)
         plan = spec.strategy(buffer, spec.place)
-        _check_strategy(plan, buffer)
+        _check_strategy(plan, buffer, spec.place)
         plan.validate()
         # A loader's samples leave it in its own order: within a loader, that is their order in the source's stream.
         pops = np.bincount(loader, minlength=int(self._first_loader[-1]))
@@ -286,7 +301,7 @@ class Planner:
         self._held -= pops
         self._must = np.zeros_like(self._must)
         self._count(buffer)
-        events = _still_in_force(state.events, state.step)
+        events = still_in_force(state.events, state.step, state.mix_step)
         self._state = replace(
             state, step=state.step + 1, cursors=cursors, owed=drawn.owed, active=drawn.active, events=events, counts=self._counts()
         )
@@ -319,6 +334,8 @@ class Planner:
             file=file[order].astype(np.int32), row=row[order].astype(np.int64), part=part[order].astype(np.int32), meta=meta,
             batch=self.spec.batch, step=self._state.step, drawn=True, substep=substep, weights=weights,
         )  # fmt: skip
+        for column in (buffer.source, buffer.epoch, buffer.file, buffer.row, buffer.part, *meta.values()):
+            column.flags.writeable = False  # what was drawn is drawn: the plan is compared with these very arrays
         return buffer, self._holders(parts, where, n)[order], cursors
 
     def _holders(self, parts: Sequence[Piece], where: np.ndarray, n: np.ndarray) -> np.ndarray:
@@ -361,7 +378,7 @@ class Planner:
 
     @property
     def dropped(self) -> list[int]:
-        """Rows that filters dropped, in windows opened so far: read-ahead counts too."""
+        """Rows that filters dropped, in windows behind the samples drawn so far."""
         return (self._dropped_before + [s.dropped for s in self._streams]).tolist()
 
     def waiting_for(self) -> str:
@@ -402,19 +419,18 @@ def _step_positions(drawn: Drawn) -> tuple[np.ndarray, np.ndarray | None]:
     return np.concatenate(orders), np.repeat(np.arange(len(orders), dtype=np.int32), [len(o) for o in orders])
 
 
-def _still_in_force(events: Sequence[SetMixture | Skip], step: int) -> tuple[SetMixture | Skip, ...]:
-    """The folded log: the mixture in force and what is still to come, not the history."""
-    past = [e for e in events if isinstance(e, SetMixture) and e.at <= step][-1:]
-    return (*past, *(e for e in events if (e.at if isinstance(e, SetMixture) else max(e.steps, default=-1)) > step))
-
-
-def _check_strategy(plan: Any, buffer: Buffer) -> None:
+def _check_strategy(plan: Any, buffer: Buffer, place: ClientPlaceTree) -> None:
     if not isinstance(plan, LoadingPlan):
         raise PlanError(f"the strategy returned {type(plan).__name__}", buffer.step, "end it with .plan()")
-    if len(plan) != len(buffer) or not (np.array_equal(plan.row, buffer.row) and np.array_equal(plan.source, buffer.source)):
+    same = plan.step == buffer.step and plan.names == buffer.names and len(plan) == len(buffer)
+    columns = ((getattr(plan, n), getattr(buffer, n)) for n in ("source", "epoch", "file", "row", "part"))
+    if not same or not all(a is b or np.array_equal(a, b) for a, b in (*columns, (plan.tokens, buffer.meta["tokens"]))):
         raise PlanError(
             "the strategy changed the drawn samples", buffer.step, "a strategy places samples; it neither adds, drops nor reorders them"
         )
+    wanted = place.n_buckets("DP")
+    if "backbone" in plan.modules and plan.main.n_buckets != wanted:  # more would never be delivered
+        raise PlanError(f"the plan has {plan.main.n_buckets} buckets, {place} has {wanted}", buffer.step, 'call .distribute("DP")')
 
 
 def _restored(state: StreamState, name: str, n: int) -> np.ndarray:

@@ -6,9 +6,12 @@ one for every source in order. It must be a pure function of its arguments: it i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
 
 from overlord.errors import JobError
 from overlord.job import mixture_problems
@@ -45,11 +48,23 @@ def constant(weights: Mapping[str, float]) -> Constant:
 
 
 def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
-    """What a schedule said, checked, as one weight for every source in order."""
-    if not isinstance(weights, Mapping):
-        if len(weights) != len(names):
-            raise JobError([f"mixture: wanted {len(names)} weights, one for each source, found {len(weights)}"], "mixture")
-        weights = dict(zip(names, weights, strict=True))
-    if problems := mixture_problems(weights, names):
+    """What a schedule said, checked, as one weight for every source in order. Numbers of numpy are numbers."""
+    given = weights.tolist() if hasattr(weights, "tolist") else weights
+    if not isinstance(given, (Mapping, Sequence)):
+        raise JobError([f"mixture: wanted weights, by source name or one for each source, found {weights!r}"], "mixture")
+    if not isinstance(given, Mapping):
+        if len(given) != len(names):
+            raise JobError([f"mixture: wanted {len(names)} weights, one for each source, found {len(given)}"], "mixture")
+        given = dict(zip(names, given, strict=True))
+    given = {name: plain(weight) for name, weight in given.items()}
+    known = [given.get(name, 0.0) for name in names]
+    # Every step asks, so what is right is told at a glance; what is wrong may take its time to be named.
+    right = all(type(w) is float and 0 <= w < math.inf for w in known) and any(known) and len(given.keys() & set(names)) == len(given)
+    if not right and (problems := mixture_problems(given, names)):
         raise JobError(problems, "mixture")
-    return [float(weights.get(name, 0.0)) for name in names]
+    return [float(w) for w in known]
+
+
+def plain(weight: Any) -> Any:
+    """A number of whatever library as a float; anything else as it is, for the check to name it."""
+    return float(weight) if isinstance(weight, (int, float, np.integer, np.floating)) and not isinstance(weight, bool) else weight

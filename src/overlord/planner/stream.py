@@ -66,9 +66,11 @@ class SourceStream:
         self._ready = 0
         self._epoch_has_sample = cursor.file >= 0
         self._bad_run = 0
-        self._exhausted = False
+        self._exhausted = epochs is not None and cursor.epoch >= epochs
+        self._failed: dict[int, tuple[tuple[int, int, int], Exception]] = {}  # loader -> the window it cannot go on from, and why
+        self._drops: deque[tuple[Cursor, int]] = deque()  # rows that filters dropped in windows not yet behind the samples taken
         self.error: Exception | None = None  # the stream breaks behind the ready samples
-        self.dropped = 0
+        self.dropped = 0  # in windows behind the samples taken
 
     @property
     def ready(self) -> int:
@@ -103,8 +105,9 @@ class SourceStream:
         if self.error is not None or self._exhausted:
             return
         if news.error is not None:
-            # Break at the front of what is final: samples of this loader behind it can never be ordered.
-            self.error = news.error
+            # The stream breaks where it comes to this window, not now: what was final when the news came depends on timing.
+            self._failed[ordinal] = ((news.epoch, news.group, news.window), news.error)
+            self._advance()
             return
         shares = self._shares.setdefault((news.epoch, news.group, news.window), [_Share() for _ in range(self._n_loaders)])
         if news.found is not None:
@@ -123,9 +126,15 @@ class SourceStream:
             closed = [s.closed or (last is not None and at[2] > last) for s, last in zip(shares, lasts, strict=True)]
             self._merge(shares, closed)
             if not all(closed):
+                broken = [self._failed[k][1] for k, over in enumerate(closed) if not over and self._fails_at(k, at)]
+                if len(broken) == closed.count(False) and self.error is None:
+                    self.error = broken[0]  # nobody is left to wait for: samples behind these can never be ordered
                 return
             del self._shares[at]
             self._next_window(lasts)
+
+    def _fails_at(self, loader: int, at: tuple[int, int, int]) -> bool:
+        return loader in self._failed and self._failed[loader][0] == at
 
     def _merge(self, shares: list[_Share], closed: list[bool]) -> None:
         """Move what is final from the shares to the ready segments."""
@@ -153,7 +162,10 @@ class SourceStream:
             self._append(_take(found, order, bad), np.concatenate(loaders)[order])
 
     def _append(self, found: Found, loader: np.ndarray | int) -> None:
-        self.dropped += found.dropped
+        if self.error is not None:
+            return  # the stream broke in a part before this one
+        if found.dropped:
+            self._drops.append((self._at, found.dropped))
         if not len(found) and not len(found.bad_key):
             return
         bad_at = _rank_of_bad(found)
@@ -207,7 +219,7 @@ class SourceStream:
         self._exhausted = self._epochs is not None and self._at.epoch >= self._epochs
 
     def behind(self) -> list[int]:
-        """Loaders whose word is missing before more samples become final."""
+        """Loaders whose word is missing before more samples become final, those that will never speak again among them."""
         at = (self._at.epoch, self._at.group, self._at.window)
         shares, lasts = self._shares.get(at), self._lasts.get(at[:2], [None] * self._n_loaders)
         return [
@@ -233,12 +245,18 @@ class SourceStream:
             if b == segment.size and (n > 0 or not len(segment.bad_at)):
                 bad += _bad_rows(segment, np.flatnonzero(segment.bad_at >= b))
                 self._segments.popleft()
+        # A window's drops count when a later one is drawn from: a restored stream reads the window of its cursor again.
+        while self._drops and self._drops[0][0] < pieces[-1].at:
+            self.dropped += self._drops.popleft()[1]
         return pieces, bad
 
     def rest(self) -> list[BadRow]:
-        """Failures behind the last sample taken: of an exhausted source those at its end, of a broken one those that broke it."""
+        """Failures behind the last sample taken: of an exhausted source those at its end, of a broken one those that broke it.
+        Said once, at the end; drops are counted to the end too."""
         if self.error is None and (self._ready or not self._exhausted):
             return []
+        self.dropped += sum(n for _, n in self._drops)
+        self._drops.clear()
         return [row for s in self._segments for row in _bad_rows(s, np.flatnonzero(s.bad_at >= s.start))]
 
     def check(self) -> None:

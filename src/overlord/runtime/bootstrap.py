@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from overlord.constructor.assembler import Assembler
-from overlord.errors import JobError, StateMismatch
+from overlord.errors import JobError, PlanError, StateMismatch
 from overlord.hashing import digest
 from overlord.job import Job, did_you_mean
 from overlord.loader.loader import Loader
@@ -20,6 +22,7 @@ from overlord.loader.order import SourceOrder
 from overlord.loader.reader import SourceReader
 from overlord.messages import Cursor, SetMixture, Skip, StreamState
 from overlord.planner.planner import Planner, PlannerSpec, SourceSpec, initial_state
+from overlord.planner.schedule import by_source
 from overlord.planner.strategy import resolve
 from overlord.runtime.host import Executor, Host
 from overlord.sources.base import ReadOptions
@@ -54,6 +57,10 @@ class Options:
         for name, least in (("prefetch", 1), ("read_ahead", 1), ("buffer_bytes", 1), ("open_bytes", 1), ("open_files", 1)):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
                 found.append(f"{name}: wanted a whole number of at least {least}, found {getattr(self, name)!r}")
+        for name in ("stall_warn_s", "stall_limit_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                found.append(f"{name}: wanted a number of seconds, found {value!r}")
         if self.workers is not None and (not isinstance(self.workers, int) or self.workers < 1):
             found.append(f"workers: wanted a whole number of at least 1, found {self.workers!r}")
         for name, n in (self.loaders or {}).items():
@@ -160,11 +167,22 @@ class Blueprint:
         if not isinstance(saved, Mapping) or saved.get("version") != STATE_VERSION or "cursors" not in saved:
             found = saved.get("version") if isinstance(saved, Mapping) else type(saved).__name__
             raise StateMismatch({"version": (str(found), str(STATE_VERSION))}, "this is no state of this version of Overlord")
-        self._check_fingerprint(saved["fingerprint"], allow)
+        try:
+            self._check_fingerprint(saved["fingerprint"], allow)
+            return self._state_of(saved)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
+            raise StateMismatch({"form": ("damaged", f"{type(e).__name__}: {e}")}, "save and load what state_dict() gave, unchanged") from e
+
+    def _state_of(self, saved: Mapping[str, Any]) -> StreamState:
         names = self.job.names
+        cursors = [Cursor(*map(int, saved["cursors"].get(n, Cursor()))) for n in names]
+        if any(len(c) != len(Cursor()) for c in saved["cursors"].values()):
+            raise ValueError("a cursor is six numbers")
+        # Where fewer files are left than the cursor has passed (``allow``), its epoch is over.
+        cursors = [c if c.group < o.n_groups else Cursor(c.epoch + 1) for c, o in zip(cursors, self.orders, strict=True)]
         return StreamState(
             step=int(saved["step"]),
-            cursors=np.array([saved["cursors"].get(n, Cursor()) for n in names], np.int64),
+            cursors=np.array(cursors, np.int64),
             owed=tuple(int(saved["owed"].get(n, 0)) for n in names),
             active=tuple(bool(saved["active"].get(n, True)) for n in names),
             events=tuple(_event_in(e) for e in saved["events"]),
@@ -227,8 +245,11 @@ def schedule_of(job: Job) -> Callable[[int, Mapping[str, float]], list[float]]:
         return lambda step, feedback: given
 
     def scheduled(step: int, feedback: Mapping[str, float]) -> list[float]:
-        weights = mixture(step, feedback)
-        return [float(weights.get(n, 0.0)) for n in names] if isinstance(weights, Mapping) else [float(w) for w in weights]
+        said = mixture(step, feedback)
+        try:
+            return by_source(said, names)
+        except JobError as e:
+            raise PlanError("; ".join(e.problems), step, "mend the schedule") from None
 
     return scheduled
 
@@ -238,14 +259,22 @@ def _mixture_text(job: Job) -> str:
         return json.dumps([float(s.weight) for s in job.sources])
     if isinstance(job.mixture, Mapping):
         return json.dumps([float(job.mixture.get(n, 0.0)) for n in job.names])
-    return repr(job.mixture) if not inspect.isfunction(job.mixture) else _source_of(job.mixture)
+    return _source_of(job.mixture)
 
 
 def _source_of(function: Any) -> str:
+    """What tells a user's function or object from another, the same in every process: no address may be in it."""
+    if isinstance(said := getattr(function, "fingerprint", None), str):
+        return said
+    if isinstance(function, functools.partial):
+        return f"{_source_of(function.func)} of {function.args!r} {sorted(function.keywords.items())!r}"
+    if not inspect.isroutine(function) and repr(function) != object.__repr__(function):
+        return repr(function)
+    what = function if inspect.isroutine(function) else type(function)
     try:
-        return inspect.getsource(function)
+        return inspect.getsource(what)
     except (OSError, TypeError):
-        return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
+        return f"{getattr(what, '__module__', '')}.{getattr(what, '__qualname__', type(what).__qualname__)}"
 
 
 def _event_out(event: SetMixture | Skip) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.builder import Bucket, StagedStep, build_buckets
 from overlord.constructor.slabs import SlabPool
-from overlord.errors import OverlordError
+from overlord.errors import OverlordError, SourceError
 from overlord.job import Batch
 from overlord.loader.buffer import Shelf
 from overlord.loader.loader import Loader
@@ -45,6 +45,8 @@ from overlord.sample import Ragged
 
 log = logging.getLogger("overlord")
 
+KEPT_PLANS = 256
+KEPT_SAMPLES = 2**21  # of the plans kept for people: about 100 bytes each, and a step may have 262,144
 
 Done = Callable[[Any, BaseException | None], None]
 
@@ -80,7 +82,7 @@ class Host:
         self._bucket_of = {rank: a.bucket for a in self.assemblers for rank in a.ranks}
         self._queue: deque[Any] = deque()  # commands not yet carried out
         self._running = False
-        self.plans: deque[Stage] = deque(maxlen=256)  # the last plans, for people who ask
+        self.plans: deque[Stage] = deque(maxlen=KEPT_PLANS)  # the last plans, for people who ask
         self.on_stage: list[Callable[[Stage], None]] = []
 
     # what comes in
@@ -179,7 +181,7 @@ class Host:
             n = int(stage.pops[loader])
             pieces += self.shelves[loader].pop(n)
             self._queue.extend(self.loaders[loader].handle(Pop(step, n)))
-        self.plans.append(stage)
+        self._keep(stage)
         for watcher in self.on_stage:
             watcher(stage)
         if not stage.skipped:
@@ -191,6 +193,11 @@ class Host:
             # Ahead of what the planner asked loaders for: a step is what a trainer waits for.
             builds = [command for a in self.assemblers for command in a.handle(Staged(step))]
             self._queue.extendleft(reversed(builds))
+
+    def _keep(self, stage: Stage) -> None:
+        self.plans.append(stage)
+        while len(self.plans) > 1 and len(self.plans) * len(stage.plan) > KEPT_SAMPLES:
+            self.plans.popleft()
 
     def _let_go(self, step: int, bucket: int) -> None:
         holders = self._holders.get(step)
@@ -204,7 +211,7 @@ class Host:
     def _read_done(self, loader: int) -> Callable[[Any, BaseException | None], None]:
         def done(outcome: Any, error: BaseException | None) -> None:
             if error is not None:
-                self._run(self.loaders[loader].handle(ReadFailed(_as_exception(error))))
+                self._run(self.loaders[loader].handle(ReadFailed(_as_exception(error, self.readers[loader].order.name))))
             elif isinstance(outcome, tuple):
                 evaluated, payload = outcome
                 self.shelves[loader].put(payload)
@@ -218,7 +225,9 @@ class Host:
         def done(outcome: Any, error: BaseException | None) -> None:
             if error is not None:
                 log.error("building step %d for buckets %s failed: %s", step, buckets, error)
-                self._run([Finish(step, _as_exception(error))])
+                for bucket in buckets:
+                    self._let_go(step, bucket)
+                self._run(self.planner.handle(Finish(step, _as_exception(error))))
                 return
             stage = self._staged[step].stage
             for bucket, built in zip(buckets, outcome, strict=True):
@@ -258,7 +267,8 @@ class Host:
             assembler.check()
 
 
-def _as_exception(error: BaseException) -> Exception:
+def _as_exception(error: BaseException, source: str = "") -> Exception:
     if isinstance(error, Exception):
         return error
-    return OverlordError(f"{type(error).__name__}: {error}")
+    what = f"{type(error).__name__}: {error}"
+    return SourceError(source, what, remedy="a transform must not end the program") if source else OverlordError(what)

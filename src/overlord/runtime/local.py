@@ -60,7 +60,8 @@ class Pump:
         while not done.wait(0.1):
             waited += 0.1
             if not self._thread.is_alive():
-                raise ActorLost("the pump", str(self.broken or "it was stopped")) from self.broken
+                reason = f"{type(self.broken).__name__}: {self.broken}" if self.broken else "it was stopped"
+                raise ActorLost("the pump", reason) from self.broken
             if waited >= timeout_s:
                 raise DataStall(what, waited)
         result, error = box[0]

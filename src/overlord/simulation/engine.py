@@ -7,7 +7,7 @@ run under any seed must give the stream of the local runtime, byte for byte, and
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from overlord.client.step import Step
 from overlord.constructor.builder import Bucket
 from overlord.errors import DataStall
 from overlord.job import Job
-from overlord.messages import Stage
+from overlord.messages import SetMixture, Skip, Stage
 from overlord.runtime.bootstrap import Blueprint, Options
 from overlord.runtime.host import Done
 
@@ -29,6 +29,7 @@ class Delays:
     work_s: float = 0.010
     step_s: float = 0.050  # a rank's time between steps
     sigma: float = 1.0
+    slow: Mapping[int, float] = field(default_factory=dict)  # rank -> how many times longer its steps take
 
 
 class VirtualExecutor:
@@ -99,9 +100,10 @@ class Run:
 
 def simulate(
     job: Job, *, seed: int = 0, steps: int | None = None, resume: dict[str, Any] | None = None, delays: Delays | None = None,
-    ranks: Sequence[int] | None = None, max_events: int = 10_000_000, **options: Any,
+    ranks: Sequence[int] | None = None, events: Sequence[SetMixture | Skip] = (), max_events: int = 10_000_000, **options: Any,
 ) -> Run:  # fmt: skip
-    """Run a job on a virtual clock until it ends, or until every rank has taken ``steps`` steps."""
+    """Run a job on a virtual clock until it ends, or until every rank has taken ``steps`` steps. ``events``: what people
+    change in mid-run; each names its step, so when it is said does not matter."""
     delays = delays or Delays()
     blueprint = Blueprint(job, Options(**options))
     executor = VirtualExecutor(seed, delays)
@@ -116,11 +118,13 @@ def simulate(
         stage, bucket = trainer.inbox.pop(0)
         trainer.steps.append(Step(stage, bucket, trainer.rank))
         host.consumed([trainer.rank], stage.plan.step)
-        executor.at(executor.delay(delays.step_s), lambda: take(trainer))
+        executor.at(executor.delay(delays.step_s * delays.slow.get(trainer.rank, 1.0)), lambda: take(trainer))
 
     try:
         for trainer in trainers:
             trainer.wake = lambda t=trainer: executor.at(0.0, lambda: take(t) if t.idle else None)  # type: ignore[misc]
+        for event in events:
+            host.event(event)
         host.attach({t.rank: t for t in trainers})
         for _ in range(max_events):
             if all((t.ended and not t.inbox) or (steps is not None and len(t.steps) >= steps) for t in trainers):

@@ -7,6 +7,7 @@ batches can only be read whole, and a map whose used pages are given back costs 
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -96,8 +97,10 @@ class Files:
                 return [_file(info)]
             if info.type.name == "Directory":
                 return self._directory(rest, name, source, suffixes)
+            if info.type.name == "Unknown":
+                raise SourceError(source, "wanted a file or a directory, found a pipe, socket or device", name)
             if not _is_glob(rest, is_uri):
-                raise SourceError(source, "no such file or directory", name, "relative paths start at the working directory")
+                raise SourceError(source, "no such file or directory", name, self._nearby(rest, name, is_uri))
             return self._glob(rest, name, source, is_uri)
         except (OSError, re.error) as error:
             raise SourceError(source, f"cannot be listed: {error}", name) from error
@@ -130,6 +133,19 @@ class Files:
             raise SourceError(source, "the pattern matches no file", name, holds)
         return found
 
+    def _nearby(self, path: str, name: str, is_uri: bool) -> str:
+        """What there is instead of a file that was not found: most often its name is misspelled, or the folder is another one."""
+        folder, _, wanted = path.rstrip("/").rpartition("/")
+        seen = sorted(info.path.rpartition("/")[2] for info in self._list(folder or "/", recursive=False))
+        if not seen:
+            holds = f"{folder} is empty or does not exist"
+        elif close := difflib.get_close_matches(wanted, seen, n=1):
+            holds = f"did you mean {close[0]}?"
+        else:
+            holds = f"{folder} holds {len(seen)} entries, for example {seen[0]}"
+        start = "" if is_uri or os.path.isabs(os.path.expanduser(name)) else "; relative paths start at the working directory"
+        return holds + start
+
     def _list(self, base: str, recursive: bool) -> list[Any]:
         import pyarrow.fs as pafs
 
@@ -139,7 +155,7 @@ class Files:
 
 def _way_to(name: str, source: str) -> tuple[Files, str]:
     if not _SCHEME.match(name):
-        return _local(), os.path.abspath(name)
+        return _local(), os.path.abspath(os.path.expanduser(name))
     try:
         return _store(name)
     except (OSError, ValueError, ImportError, NotImplementedError) as error:

@@ -75,7 +75,7 @@ def read_ids(table: pa.Table, name: str) -> tuple[Ragged, Bad]:
     """
     check_ids(table, name)
     array = column(table, name, "lists of token ids")
-    bad = {int(i): f"{name} is null" for i in _null_rows(array)}
+    bad = {int(i): f"{name} is null or missing" for i in _null_rows(array)}
     if pt.is_null(array.type):
         return Ragged(np.zeros(0, np.uint32), np.zeros(len(array) + 1, np.int64)), bad
     if pt.is_fixed_size_list(array.type):
@@ -144,7 +144,7 @@ def read_texts(table: pa.Table, name: str) -> tuple[list[str], Bad]:
         except UnicodeDecodeError:  # Parquet does not check what a writer calls a string
             texts = [_decoded(i, s.as_buffer().to_pybytes() if s.is_valid else None, name, bad) for i, s in enumerate(array)]
     if array.null_count:
-        bad |= {int(i): f"{name} is null" for i in _null_rows(array)}
+        bad |= {int(i): f"{name} is null or missing" for i in _null_rows(array)}
         texts = [text if text is not None else "" for text in texts]
     return texts, bad
 
@@ -168,8 +168,8 @@ def read_numbers(table: pa.Table, name: str) -> tuple[np.ndarray, Bad]:
     check_numbers(table, name)
     array = column(table, name, "numbers")
     if pt.is_null(array.type):
-        return np.zeros(len(array), np.int64), dict.fromkeys(range(len(array)), f"{name} is null")
-    bad = {int(i): f"{name} is null" for i in _null_rows(array)}
+        return np.zeros(len(array), np.int64), dict.fromkeys(range(len(array)), f"{name} is null or missing")
+    bad = {int(i): f"{name} is null or missing" for i in _null_rows(array)}
     if array.null_count:
         array = array.fill_null(False if pt.is_boolean(array.type) else 0)
     return plain_numbers(array.to_numpy(zero_copy_only=False), name, bad)

@@ -38,9 +38,9 @@ class Tokenize:
     def __post_init__(self) -> None:
         problems = column_problems("text", self.text) + flag_problems(self, "add_special_tokens")
         if not isinstance(self.tokenizer, (str, os.PathLike)) or not os.fspath(self.tokenizer):
-            problems.append(f"tokenizer: wanted the path of a tokenizer.json, found {self.tokenizer!r}")
+            problems.append(f"tokenizer: wanted the path of a tokenizer.json, found {type(self.tokenizer).__name__} {self.tokenizer!r:.60}")
         else:
-            object.__setattr__(self, "tokenizer", str(self.tokenizer))  # equal however the path was given
+            object.__setattr__(self, "tokenizer", os.path.expanduser(str(self.tokenizer)))  # equal however the path was given
         for name in ("bos", "eos"):
             token = getattr(self, name)
             plain = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31

@@ -26,7 +26,9 @@ from overlord.transforms.base import Block, RowIds, Staged
 from overlord.transforms.pipeline import Pipeline
 
 DEADLINE_S = 300.0  # for one batch of user code; also for the start of the process
-CLOSE_S = 2.0  # a child that does not leave by itself in this time is killed
+CLOSE_S = 0.5  # a child that does not leave by itself in this time is killed; Ctrl-C is to end a program within a second
+# The child imports the program's main file again, to find functions in it.
+UNGUARDED = '; with holds_lock=True a program is a file that can be imported, and launches under `if __name__ == "__main__":`'
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -111,7 +113,7 @@ class TransformWorker:
             except BlockingIOError:
                 self._stalled(call.stage)
             except OSError:
-                self._lost()
+                self._lost(call.stage)
             return self._answer(call.stage)
 
     def _answer(self, stage: str) -> tuple[Reply, list[str], dict[str, Any]]:
@@ -126,7 +128,7 @@ class TransformWorker:
         except BlockingIOError:
             self._stalled(stage)
         except (OSError, EOFError):
-            self._lost()
+            self._lost(stage)
         if reply.error is not None:
             self._raise(reply.error)
         return reply, [name for name, _ in reply.arrays], out
@@ -136,10 +138,11 @@ class TransformWorker:
         self._end(patience_s=0.0)
         raise DataStall(f"{self.name}, {stage} stage", self._deadline_s)
 
-    def _lost(self) -> NoReturn:
+    def _lost(self, stage: str) -> NoReturn:
         code = self._end()
         how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        raise ActorLost(self.name, f"its process ended in the middle of its work ({how})")
+        when = "before it could start" if stage == "start" else "in the middle of its work"
+        raise ActorLost(self.name, f"its process ended {when} ({how}){UNGUARDED if stage == 'start' else ''}")
 
     def _end(self, patience_s: float = CLOSE_S) -> int | None:
         assert self._child is not None

@@ -1,0 +1,313 @@
+"""Do the tests notice? One small fault at a time is put into a copy of the repository, and the tests are run on it.
+
+    PYTHONPATH=src .venv/bin/python -m tests.mutations            # all of them, two at a time: some minutes
+    PYTHONPATH=src .venv/bin/python -m tests.mutations draw may   # those whose file or words contain one of these
+
+A fault that no test notices is a hole in the tests, or no fault. Not collected by pytest; never touches the working tree.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 600
+# The tests that should notice, by the part a fault is in; cheap ones first, since a run ends with the first failure.
+LAWS = ("properties/test_cores.py", "properties/test_budget.py", "properties/test_stream.py")
+TESTS = {
+    "planner": ("unit/test_golden.py", "properties/test_draw.py", "properties/test_merge.py", "unit/test_reader.py", *LAWS),
+    "loader": ("unit/test_golden.py", "unit/test_loader.py", "unit/test_reader.py", *LAWS),
+    "constructor": (
+        "unit/test_golden.py", "unit/test_assembler.py", "unit/test_microbatch.py", "properties/test_microbatch.py", *LAWS,
+    ),
+    "runtime": ("unit/test_golden.py", *LAWS),
+}  # fmt: skip
+# Finding a fault is enough here; to shrink the example takes minutes. The database would carry finds from one fault to the next.
+QUICK = """
+from hypothesis import Phase
+settings.register_profile("mutations", settings.get_profile("overlord"), phases=[Phase.explicit, Phase.generate], database=None)
+settings.load_profile("mutations")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    what: str
+    file: str  # below src/overlord
+    old: str  # stands there once
+    new: str
+
+
+def _at(file: str, *faults: tuple[str, str, str]) -> list[Mutation]:
+    return [Mutation(what, file, old, new) for what, old, new in faults]
+
+
+MUTATIONS = [
+    *_at(
+        "planner/draw.py",
+        ("the may rule forgotten", "if owed[i] > UNIT * counts[i]] or weighted", "] or weighted"),
+        ("may at equality", "if owed[i] > UNIT * counts[i]]", "if owed[i] >= UNIT * counts[i]]"),
+        ("ties broken by the last source", "// weights[i], i) for i in may)", "// weights[i], -i) for i in may)"),
+        ("deadlines without weights", "- owed[i]) << SHIFT) // weights[i], i) for i in may)", "- owed[i]) << SHIFT), i) for i in may)"),
+        ("remainders to the smallest", "key=lambda i: (floors[i] - scaled[i], i))", "key=lambda i: (scaled[i] - floors[i], i))"),
+        (
+            "accounts of weightless sources kept",
+            "owed[i] = owed[i] + n * w if w else 0\n    counts",
+            "owed[i] = owed[i] + n * w\n    counts",
+        ),
+        ("random picks: wrong side", 'picks, side="right")', 'picks, side="left")'),
+        ("random picks start again after a source left", "run.picks += missing", "run.picks += 0"),
+        ("step order without the half", "(2 * k + 1) / (2 * n[source])", "k / n[source]"),
+        ("a source leaves with its last sample", "if count > have:\n", "if count >= have:\n"),
+        (
+            "a source that left keeps its account",
+            "self.owed[i], self.active[i], self.short = 0, False",
+            "self.active[i], self.short = False",
+        ),
+        ("tokens: the missing rounded down", "amount += -(-run.owed[i] // UNIT)", "amount += run.owed[i] // UNIT"),
+        ("sub-draws: the last ones get the rest", "base + (k < more)", "base + (k >= self._draws - more)"),
+        ("whole weights kept after a source left", "self._whole[:2] != (run.weights, active)", "self._whole[0] != run.weights"),
+        ("the latest musts instead of the earliest", "heapq.heapreplace(heap, (((UNIT", "heapq.heapreplace(heap, ((-(UNIT"),
+    ),
+    *_at(
+        "planner/stream.py",
+        ("rows of the bound itself are final", 'np.uint64(bound), side="left"))\n        b', 'np.uint64(bound), side="right"))\n        b'),
+        (
+            "a loader that said nothing does not hold back",
+            "if last is None:\n                    return",
+            "if last is None:\n                    continue",
+        ),
+        ("unordered merge", "order = np.lexsort((found.part, found.row, found.file, found.key))", "order = np.arange(len(found))"),
+        (
+            "merge forgets file and row",
+            "np.lexsort((found.part, found.row, found.file, found.key))",
+            'np.argsort(found.key, kind="stable")',
+        ),
+        ("tokens: one sample too many", 'base + tokens - held, side="left")', 'base + tokens - held, side="right")'),
+        ("a group ends with its first loader", "if any(last is None or last > at.window", "if all(last is None or last > at.window"),
+        (
+            "failures in a row are not counted across blocks",
+            "self._bad_run + 1 if goods == previous else 1",
+            "j + 1 if goods == previous else 1",
+        ),
+        ("an epoch restored in its middle looks empty", "self._epoch_has_sample = cursor.file >= 0", "self._epoch_has_sample = False"),
+        ("one epoch too many", "self._at.epoch >= self._epochs", "self._at.epoch > self._epochs"),
+        (
+            "failures before a sample are not listed",
+            "(segment.bad_at < b) & (segment.bad_at >= a)",
+            "(segment.bad_at < b) & (segment.bad_at > a)",
+        ),
+    ),
+    *_at(
+        "planner/planner.py",
+        ("the cursor one sample early", "np.cumsum(n) - 1  # a source's", "np.maximum(np.cumsum(n) - 2, 0)  # a source's"),
+        (
+            "the cursor without its part",
+            "file[end[last]], row[end[last]], part[end[last]]]",
+            "file[end[last]], row[end[last]], 0 * part[end[last]]]",
+        ),
+        ("payload by source, not by loader", "by_stream = np.lexsort((order, loader))", "by_stream = np.argsort(order, kind='stable')"),
+        (
+            "a mixture that waits for its epoch pushes out the one in force",
+            "return (*in_force, *waiting,",
+            "return (*(waiting or in_force),",
+        ),
+        ("prefetch one more", "len(self._outstanding) < self.spec.prefetch", "len(self._outstanding) <= self.spec.prefetch"),
+        ("the fastest rank sets the pace", "if s > min(self._consumed.values())]", "if s > max(self._consumed.values())]"),
+        (
+            "accounts of an empty draw lost",
+            "state = replace(self._state, owed=drawn.owed, active=drawn.active)",
+            "state = replace(self._state, active=drawn.active)",
+        ),
+        ("mixed by the epoch: as the step says", 'if self.spec.mix_every != "epoch":', "if True:"),
+        (
+            "a mixture one step late",
+            "isinstance(e, SetMixture) and e.at <= step]\n        if changes",
+            "isinstance(e, SetMixture) and e.at < step]\n        if changes",
+        ),
+        (
+            "a change that is to come is forgotten",
+            "for e in events if last_step(e) > step))",
+            "for e in events if last_step(e) > step + 1))",
+        ),
+        ("the horizon stands still", "if self._streams[source].group > group else []", "if False else []"),
+        ("a loader is not asked again", "if self._held[loader] >= self._must[loader]:", "if self._held[loader] > self._must[loader]:"),
+    ),
+    *_at(
+        "loader/loader.py",
+        ("the cursor's window forgotten", "self._window = cursor.window", "self._window = 0"),
+        ("the cursor kept for the next group", "self._window, self._after = 0, None  # the", "self._window = 0  # the"),
+        ("the cursor kept for the next window", "        self._after = None\n        if event.rows:", "        if event.rows:"),
+        ("chunks read again after their end", "if c not in event.over)", "if True)"),
+        ("a window closed before its last rows", "closes = self._rows == 0", "closes = self._rows <= 1"),
+        ("the budget forgotten", "self.ready < self._level and self.ready_bytes < self._budget", "self.ready < self._level"),
+        (
+            "the budget before the draw",
+            "if self.ready < self._must:\n            return True",
+            "if self.ready < self._must:\n            return self.ready_bytes < self._budget",
+        ),
+        ("a pop that does not lower what must be held", "self._must = max(0, self._must - n)", "pass"),
+    ),
+    *_at(
+        "loader/order.py",
+        (
+            "chunks of a group by place in the group",
+            "places[places % loaders == loader]",
+            "places[(places - places[0] + 1) % loaders == loader]",
+        ),
+        ("the last group cut off", "return -(-self.n_chunks // self.group_size)", "return max(1, self.n_chunks // self.group_size)"),
+        (
+            "row keys without the epoch",
+            'key64("rows", self.seed, self.name, epoch), file, row',
+            'key64("rows", self.seed, self.name, 0), file, row',
+        ),
+        ("row keys without the file", "epoch), file, row)", "epoch), row)"),
+        ("one chunk order for all epochs", 'key64("chunks", self.seed, self.name, epoch)', 'key64("chunks", self.seed, self.name, 0)'),
+        ("a restored epoch starts at its first group", "for g in range(group, self.n_groups):", "for g in range(0, self.n_groups):"),
+    ),
+    *_at(
+        "loader/reader.py",
+        ("the cursor's own row skipped", "(row >= after.row))))", "(row > after.row))))"),
+        ("the cursor's row given whole", "& (part <= after.part)", "& (part < 0)"),
+        ("the cursor's piece given again", "& (part <= after.part)", "& (part < after.part)"),
+        ("equal keys before the cursor", "(key == limit) & ((file > after.file)", "(key == limit) & ((file >= after.file)"),
+        ("rows of a window unordered", "order = np.lexsort((row, file, key))", "order = np.arange(len(key))"),
+        (
+            "failures of transforms under wrong rows",
+            "((int(readable[j]), why) for j, why in staged.bad)",
+            "((int(j), why) for j, why in staged.bad)",
+        ),
+        ("reasons mixed up", "window.reasons[-1 - int(at[j])]", "window.reasons[0]"),
+        ("tables joined without their offset", "np.where(where >= 0, where + held, where)", "where"),
+        (
+            "pieces of separate tables unordered",
+            'order = np.argsort(index, kind="stable")\n    return Block',
+            "order = np.arange(len(index))\n    return Block",
+        ),
+    ),
+    *_at(
+        "constructor/assembler.py",
+        ("steps out of order", "if status != BUILT:\n                break", "if status != BUILT:\n                continue"),
+        ("released by the first", "taken = min(self._wanted.values())", "taken = max(self._wanted.values())"),
+        ("released too late", "s <= taken)]", "s < taken)]"),
+        ("held when all left while it was built", "if step not in self._steps or not self._wanted:", "if step not in self._steps:"),
+        ("the end before the last step", "all(status == BUILT for status in self._steps.values())", "True"),
+        ("delivered twice", "if last < step:", "if last <= step:"),
+        ("a late rank gets no held step", "first = min(self._steps, default=0) - 1", "first = max(self._steps, default=0)"),
+    ),
+    *_at(
+        "constructor/builder.py",
+        (
+            "samples in the order of the draw",
+            "order = main.order()",
+            "order = np.arange(len(main.bucket))[np.argsort(main.bins(), kind='stable')][::-1]",
+        ),
+        ("rows of the plan for documents", "docs = staged.stage.doc[rows]", "docs = rows"),
+        (
+            "a document one token short",
+            "offsets[docs + 1] - start, place",
+            "offsets[docs + 1] - start - (offsets[docs + 1] - start > 9), place",
+        ),
+        ("bounds on the wrong side", "np.arange(m * len(buckets) + 1))", "np.arange(m * len(buckets) + 1), side='right')"),
+        ("sources in the order of the draw", "staged.plan.source[rows], batch", "staged.plan.source[: len(rows)], batch"),
+    ),
+    *_at(
+        "constructor/microbatch.py",
+        ("labels not shifted", "labels[:-1] = tokens[1:]", "labels[:-1] = tokens[:-1]"),
+        (
+            "a label across documents",
+            "unlabelled = (offset + content - 1)[content > 0]",
+            "unlabelled = (offset + content - 1)[content > 1]",
+        ),
+        ("padding with a loss", "for places in (unlabelled, holes):", "for places in (unlabelled,):"),
+        ("pad_id forgotten", 'wide["tokens"][holes] = batch.pad_id', 'wide["tokens"][holes] = 0'),
+        ("cu_seqlens with padding", '"cu_seqlens": _cumulative(true, first)', '"cu_seqlens": _cumulative(size, first)'),
+        ("positions go on across documents", "np.repeat(offset[d:e] - a, size[d:e])", "np.repeat(offset[d:e] * 0 - a, size[d:e])"),
+    ),
+    *_at(
+        "runtime/host.py",
+        ("payload of loaders in falling order", "np.flatnonzero(stage.pops).tolist()", "np.flatnonzero(stage.pops).tolist()[::-1]"),
+        (
+            "a skipped step pops nothing",
+            "pieces += self.shelves[loader].pop(n)",
+            "pieces += [] if stage.skipped else self.shelves[loader].pop(n)",
+        ),
+        ("the loader is not told of a pop", "self._queue.extend(self.loaders[loader].handle(Pop(step, n)))", "pass"),
+        ("payload of a step never let go", "                del self._holders[step], self._staged[step]", "                pass"),
+        ("built steps never let go", "self._built.pop((step, bucket), None)", "pass"),
+        (
+            "buckets built together get each other's",
+            "zip(buckets, outcome, strict=True):",
+            "zip(sorted(buckets, reverse=True), outcome, strict=True):",
+        ),
+    ),
+]
+
+
+def snapshot(root: Path) -> Path:
+    """The repository as it is now. Others may go on editing: all faults are put into this one state, which passes without them."""
+    for part in ("src", "tests", "docs", "examples"):
+        shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"))
+    shutil.copy(ROOT / "pyproject.toml", root)
+    with (root / "tests/conftest.py").open("a") as conftest:
+        conftest.write(QUICK)
+    return root
+
+
+def tests_on(root: Path, mutation: Mutation | None) -> tuple[str, str, float]:
+    """(verdict, the first test that failed, seconds) of a copy with this fault. Only a failed test, or one that never ends, is a
+    fault caught: a copy that does not even import says nothing about the tests."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="overlord-mutation-") as scratch:
+        copy = Path(shutil.copytree(root, Path(scratch) / "copy"))
+        if mutation is not None:
+            path = copy / "src/overlord" / mutation.file
+            text = path.read_text()
+            if text.count(mutation.old) != 1:
+                return "STALE", f"{mutation.old!r} stands there {text.count(mutation.old)} times", 0.0
+            path.write_text(text.replace(mutation.old, mutation.new))
+        tests = sorted({t for ts in TESTS.values() for t in ts}) if mutation is None else TESTS[mutation.file.partition("/")[0]]
+        command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "--timeout=120", *(f"tests/{t}" for t in tests)]
+        env = {**os.environ, "PYTHONPATH": "src"}
+        try:
+            done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return "caught", "hangs", time.monotonic() - start
+    took, said = time.monotonic() - start, done.stdout + done.stderr
+    if done.returncode == 0:
+        return "SURVIVES", "", took
+    if "+ Timeout +" in said:  # pytest-timeout ends the whole run
+        return "caught", "a test hangs", took
+    failed = re.search(r"^FAILED (\S+?\.py::\w+)", said, re.MULTILINE)
+    if done.returncode == 1 and failed and "XPASS" not in said:
+        return "caught", failed.group(1).rpartition("/")[2], took
+    return "BROKEN", said.strip().splitlines()[-1], took
+
+
+def main(words: list[str]) -> int:
+    chosen = [m for m in MUTATIONS if not words or any(w in f"{m.file} {m.what}" for w in words)]
+    with tempfile.TemporaryDirectory(prefix="overlord-snapshot-") as scratch, ThreadPoolExecutor(2) as pool:
+        root = snapshot(Path(scratch))
+        verdict, failed, took = tests_on(root, None)
+        print(f"without a fault: {failed or 'all pass'} ({took:.0f} s)", flush=True)
+        if verdict != "SURVIVES":
+            return 2
+        verdicts = []
+        for mutation, (verdict, failed, took) in zip(chosen, pool.map(lambda m: tests_on(root, m), chosen), strict=True):
+            verdicts.append(verdict)
+            print(f"{verdict:<9}{took:4.0f} s  {mutation.file}: {mutation.what}  [{failed}]", flush=True)
+    print(", ".join(f"{verdicts.count(v)} {v}" for v in sorted(set(verdicts))))
+    return int(set(verdicts) != {"caught"})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

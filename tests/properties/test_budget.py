@@ -1,0 +1,229 @@
+"""What is held is bounded: samples ready beyond the draw, planned steps, and everything else that lives as long as a job."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import overlord as ov
+from overlord.loader.buffer import Shelf
+from overlord.loader.reader import SourceReader
+from overlord.messages import Evaluate, Read, Stage
+from overlord.runtime.bootstrap import Blueprint, Options
+from overlord.runtime.host import Done, Host
+from overlord.simulation.engine import Delays, VirtualExecutor
+from tests.worlds import Rows
+
+
+class Seen:
+    """A reader under a name of its own for each loader; remembers the largest block it gave."""
+
+    def __init__(self, reader: SourceReader, number: int):
+        self._reader, self.stats, self.order, self.largest = reader, reader.stats, SimpleNamespace(name=str(number)), 0
+
+    def read(self, command: Read) -> Any:
+        return self._reader.read(command)
+
+    def evaluate(self, command: Evaluate) -> Any:
+        evaluated, tokens = self._reader.evaluate(command)
+        self.largest = max(self.largest, tokens.nbytes)
+        return evaluated, tokens
+
+
+class Watched(VirtualExecutor):
+    """Tells of every block that is asked for without need."""
+
+    ahead: Callable[[int], None] = staticmethod(lambda loader: None)
+
+    def submit(self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False) -> None:
+        kind, _, number = name.partition(" ")
+        if kind == "evaluate" and not urgent:
+            self.ahead(int(number))
+        super().submit(name, work, done, size=size, urgent=urgent)
+
+
+class Rank:
+    """A client that takes what it is given, slowly: loaders have all the time to read ahead."""
+
+    def __init__(self, executor: VirtualExecutor, host: Host, rank: int):
+        self.executor, self.host, self.rank, self.ended = executor, host, rank, False
+
+    def put(self, stage: Stage, bucket: Any) -> None:
+        self.executor.at(self.executor.delay(2.0), lambda: self.host.consumed([self.rank], stage.plan.step))
+
+    def end(self, error: Exception | None) -> None:
+        assert error is None, error
+        self.ended = True
+
+
+class Held:
+    """A job on the virtual clock, looked at from outside."""
+
+    def __init__(self, job: ov.Job, seed: int, **options: Any):
+        self.blueprint = Blueprint(job, Options(**options))
+        self.executor = Watched(seed, Delays(sigma=1.5))
+        self.host = self.blueprint.host(self.executor)
+        self.seen = [Seen(reader, k) for k, reader in enumerate(self.host.readers)]
+        self.host.readers = self.seen  # type: ignore[assignment]
+        self.ranks = [Rank(self.executor, self.host, r) for r in range(job.place.world)]
+
+    def run(self, look: Callable[[], None] = lambda: None) -> None:
+        self.host.attach({r.rank: r for r in self.ranks})
+        while not all(r.ended for r in self.ranks):
+            assert self.executor.step(), f"it stands still: {self.host.waiting_for(0)}"
+            look()
+        self.blueprint.close()
+
+    def bytes_of(self, loader: int) -> int:
+        return exact(self.host.shelves[loader])
+
+    @property
+    def ready(self) -> int:
+        return sum(exact(shelf) for shelf in self.host.shelves)
+
+    @property
+    def blocks(self) -> int:
+        return sum(s.largest for s in self.seen)
+
+
+def exact(shelf: Shelf) -> int:
+    """Bytes of samples not yet popped."""
+    return sum(block.nbytes for block in shelf._blocks) - (shelf._blocks[0].slice(0, shelf._taken).nbytes if shelf._taken else 0)
+
+
+def job_of(lengths: list[int], sources: int, *, tokens: int | None = None, until: int = 25, rows: int = 40, bad: bool = False) -> ov.Job:
+    """Endless sources of a few rows each."""
+    made = []
+    for i in range(sources):
+        rng = random.Random(i)
+        data = Rows([{"tokens": [] if bad and k % 9 == 4 else [i + 1] * rng.choice(lengths)} for k in range(rows)])
+        made.append(ov.Source(f"s{i}", data, transforms=[ov.Tokens("tokens")], epochs=None, weight=1.0 + i))
+    batch = ov.Batch(tokens=tokens, context=64) if tokens else ov.Batch(samples=12, context=64)
+    return ov.Job(name="long", sources=made, batch=batch, place=ov.ClientPlaceTree(dp=2), until=until, slice_rows=5, shuffle_chunks=2)
+
+
+def every(sources: int, loaders: int) -> dict[str, int]:
+    return {f"s{i}": loaders for i in range(sources)}
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 3000), st.integers(1, 6), st.sampled_from([[7], [1, 8, 40]]), st.booleans(),
+    st.integers(0, 2**20),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_ready_beyond_the_draw_stays_within_the_budget_and_a_block_for_each_loader(
+    sources: int, loaders: int, budget: int, read_ahead: int, lengths: list[int], in_tokens: bool, seed: int
+) -> None:
+    job = job_of(lengths, sources, tokens=200 if in_tokens else None)
+    held = Held(job, seed, loaders=every(sources, loaders), buffer_bytes=budget, read_ahead=read_ahead)
+    share = max(1, budget // (sources * loaders))
+    seen: list[int] = []
+    waited_for = 0  # a draw in tokens must guess how many samples it needs, and asks every loader whose word is missing
+
+    def ahead(loader: int) -> None:
+        assert held.host.loaders[loader].ready_bytes < share, "it reads ahead although its share is full"
+        if len(lengths) == 1:
+            assert held.bytes_of(loader) == held.host.loaders[loader].ready_bytes
+
+    def staged(stage: Stage) -> None:
+        nonlocal waited_for
+        seen.append(held.ready)
+        if in_tokens or loaders > 1:
+            waited_for = max(waited_for, 2 * loaders * 8 * int(stage.plan.tokens.sum()))
+        assert held.ready <= share * sources * loaders + held.blocks + waited_for
+
+    held.executor.ahead = ahead
+    held.host.on_stage.append(staged)
+    held.run()
+    assert len(seen) == 25
+
+
+def test_without_a_budget_more_is_held_so_the_bound_above_is_one() -> None:
+    most = {}
+    for budget in (1, 2**30):
+        held, seen = Held(job_of([7], 1), 0, buffer_bytes=budget, read_ahead=6), list[int]()
+        held.host.on_stage.append(lambda stage, held=held, seen=seen: seen.append(held.ready))  # type: ignore[misc]
+        held.run()
+        most[budget] = max(seen) - held.blocks
+    assert most[1] <= 1 < 100 < most[2**30]
+
+
+def test_the_first_step_of_a_batch_in_tokens_evaluates_about_what_it_draws() -> None:
+    held, evaluated = Held(job_of([20], 1, tokens=2000, until=2, rows=3000), 0), list[int]()
+    held.host.on_stage.append(lambda stage: evaluated.append(held.seen[0].stats.samples))
+    held.run()
+    assert 100 <= evaluated[0] <= 200  # 100 samples of 20 tokens
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 2**20))
+@settings(max_examples=40)
+def test_no_more_steps_are_planned_than_prefetch_allows(prefetch: int, loaders: int, seed: int) -> None:
+    held = Held(job_of([3, 9], 2), seed, prefetch=prefetch, loaders=every(2, loaders))
+    planner, ahead = held.host.planner, set[int]()
+
+    def look() -> None:
+        ahead.add(planner.next_step - 1 - min(planner._consumed.values()))
+        assert len(held.host._staged) <= prefetch
+        assert len(held.host._built) <= prefetch * len(held.ranks)
+
+    held.run(look)
+    assert max(ahead) == prefetch
+
+
+def sizes(held: Held) -> dict[str, int]:
+    """Lengths of all that lives as long as the job."""
+    host, planner = held.host, held.host.planner
+    streams = planner._streams
+    return {
+        "staged": len(host._staged), "holders": len(host._holders), "built": len(host._built), "queue": len(host._queue),
+        "plans": len(host.plans), "slabs": len(host.slabs._slabs), "slab bytes": host.slabs.nbytes,
+        "handles": len(held.blueprint.handles._handles), "outstanding": len(planner._outstanding), "events": len(planner.state().events),
+        "segments": sum(len(s._segments) for s in streams), "shares": sum(len(s._shares) for s in streams),
+        "lasts": sum(len(s._lasts) for s in streams), "shelves": sum(len(s._blocks) for s in host.shelves),
+        "assembling": sum(len(a._steps) for a in host.assemblers), "timers": len(held.executor._events),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("loaders", [1, 3])
+def test_nothing_grows_over_a_long_run(loaders: int) -> None:
+    """The second half of 1200 steps (endless sources, hundreds of epochs) holds no more than the first did."""
+    held = Held(job_of([1, 8, 40], 3, tokens=300, until=1200, rows=23, bad=True), 1, loaders=every(3, loaders), open_files=4)
+    halves: list[dict[str, int]] = [{}, {}]
+
+    def staged(stage: Stage) -> None:
+        half = halves[stage.plan.step >= 600]
+        for name, n in sizes(held).items():
+            half[name] = max(half.get(name, 0), n)
+
+    held.host.on_stage.append(staged)
+    held.run()
+    assert held.host.planner.state().cursors[:, 0].min() > 100
+    # Timing is random: a maximum may move a little, growth would double it.
+    grown = {name: (n, halves[1][name]) for name, n in halves[0].items() if halves[1][name] > 1.5 * n + 4}
+    assert grown == {}
+
+
+def test_the_list_of_quarantined_rows_is_bounded_and_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overlord.planner.planner.KEPT_BAD", 50)
+    held = Held(job_of([8], 1, until=400, rows=23, bad=True), 0)
+    held.run()
+    assert len(held.host.planner.quarantine) == 50
+    assert held.host.planner.totals.quarantined.sum() > 400
+
+
+def test_a_pool_of_slabs_keeps_within_its_bytes_whatever_is_asked_for() -> None:
+    from overlord.constructor.slabs import SlabPool
+
+    pool, kept = SlabPool(max_bytes=2**20), list[np.ndarray]()
+    rng = random.Random(0)
+    for _ in range(2000):
+        kept = [*kept[-3:], pool(rng.randrange(1, 2**17))]
+        assert pool.nbytes <= 2**20
+        assert len({slab.__array_interface__["data"][0] for slab in kept}) == len(kept), "memory in use was given out again"

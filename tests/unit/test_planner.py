@@ -1,0 +1,329 @@
+"""The planner and the front of a source's stream: what they keep, what they refuse, and what timing must not change."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import overlord as ov
+from overlord.constructor.assembler import Assembler
+from overlord.errors import JobError, SourceError
+from overlord.job import UNIT
+from overlord.loader.order import SourceOrder
+from overlord.messages import Announce, Attach, Build, Built, Cursor, Deliver, End, Finish, Found, Release, SetMixture, Skip, Stage, Staged
+from overlord.planner.draw import draw_counts, random_counts, whole_weights
+from overlord.planner.events import still_in_force
+from overlord.planner.schedule import by_source
+from overlord.planner.stream import SourceStream
+from overlord.runtime.bootstrap import Blueprint, Options
+from tests.worlds import Rows, even
+
+# Events
+
+
+def mixtures(events: Any) -> list[tuple[int, float]]:
+    return [(e.at, e.weights["a"]) for e in events if isinstance(e, SetMixture)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 99)), max_size=6), st.integers(0, 10), st.integers(0, 10))
+def test_a_folded_log_means_the_same_for_all_steps_to_come(said: list[tuple[int, int]], step: int, lag: int) -> None:
+    """Whichever was last said of the latest step that has come is in force, folded or not."""
+    mix_step = max(0, step - lag)
+    log = tuple(SetMixture(at, {"a": float(w)}) for at, w in said)
+    folded = still_in_force(log, step, mix_step)
+
+    def in_force(events: Any, at: int) -> Any:
+        return max(((e.at, i, e.weights) for i, e in enumerate(events) if e.at <= at), default=(None, None, None), key=lambda x: x[:2])[2]
+
+    assert in_force(folded, mix_step) == in_force(log, mix_step)
+    for later in range(step, 12):
+        assert in_force(folded, later) == in_force(log, later)
+    assert still_in_force(folded, step, mix_step) == folded
+    assert sum(e.at <= step for e in folded) <= 2
+
+
+def test_a_skip_is_kept_until_its_last_step_has_passed() -> None:
+    event = Skip((3, 7))
+    assert still_in_force((event,), 6, 6) == (event,)
+    assert still_in_force((event,), 7, 7) == ()
+
+
+# Weights by epoch
+
+
+def job(mixture: Any = None, n: int = 12, **changes: Any) -> ov.Job:
+    sources = [
+        ov.Source(name, Rows([{"tokens": [k + 1] * 2} for k in range(n + 4 * i)]), transforms=[ov.Tokens("tokens")], epochs=None)
+        for i, name in enumerate("ab")
+    ]
+    settings = {
+        "name": "planner", "sources": sources, "batch": ov.Batch(samples=5, context=32), "mixture": mixture, "until": 24, "slice_rows": 4,
+        "shuffle_chunks": 2,
+    }  # fmt: skip
+    return ov.Job(**{**settings, **changes})
+
+
+def rising(step: int, feedback: Any) -> list[float]:
+    return [1.0, 1.0 + step]
+
+
+def digests(run: Any) -> list[tuple[int, str]]:
+    return [(s.step, s.plan_digest) for s in run.steps[0]]
+
+
+def state_after(made: ov.Job, step: ov.Step) -> dict[str, Any]:
+    return json.loads(json.dumps(Blueprint(made, Options()).export(step._stage.after)))
+
+
+EVENTS: list[tuple[Any, ...]] = [
+    (),
+    (SetMixture(3, {"a": 1.0}),),
+    (SetMixture(9, {"a": 1.0, "b": 7.0}), SetMixture(2, {"b": 1.0}), Skip((4, 15)), SetMixture(6, {"a": 2.0, "b": 1.0})),
+]
+
+
+@pytest.mark.parametrize("mix_every", ["step", "epoch"])
+@pytest.mark.parametrize("events", EVENTS)
+def test_restored_at_any_step_the_weights_in_force_are_the_same(mix_every: str, events: tuple[Any, ...]) -> None:
+    made = job(rising, mix_every=mix_every)
+    whole = ov.simulate(made, seed=1, events=events, check=True)
+    assert whole.error is None
+    for k, step in enumerate(whole.steps[0]):
+        again = ov.simulate(made, seed=2 + k, resume=state_after(made, step), check=True)
+        assert digests(again) == digests(whole)[k + 1 :], f"restored after step {step.step}"
+
+
+def test_weights_by_epoch_change_at_the_first_step_behind_the_epoch() -> None:
+    seen: list[int] = []
+
+    def schedule(step: int, feedback: Any) -> list[float]:
+        seen.append(step)
+        return [1.0, 1.0]
+
+    run = ov.simulate(job(schedule, mix_every="epoch"), seed=3)
+    epochs = [s._stage.after.cursors[:, 0].min() for s in run.steps[0]]
+    rises = [k + 1 for k in range(len(epochs) - 1) if epochs[k] > (epochs[k - 1] if k else 0)]
+    assert sorted(set(seen)) == [0, *rises]
+
+
+# A stream that breaks
+
+
+class Shards:
+    """A factory's function one of whose shards cannot be read."""
+
+    def __init__(self, bad: int):
+        self.bad = bad
+
+    def __call__(self, shard: int) -> Iterator[dict[str, Any]]:
+        if shard == self.bad:
+            raise OSError("the disk is gone")
+        return iter([{"tokens": [shard * 100 + k]} for k in range(10)])
+
+
+@pytest.mark.parametrize("bad", [1, 4])
+def test_a_broken_source_ends_the_job_at_the_same_step_whatever_the_timing_and_the_loaders(bad: int) -> None:
+    made = ov.Job(
+        name="broken", batch=ov.Batch(samples=3, context=16), slice_rows=2, shuffle_chunks=3,
+        sources=[ov.Source("a", ov.Factory(Shards(bad), shards=6, fingerprint="x"), transforms=[ov.Tokens("tokens")])],
+    )  # fmt: skip
+    seen = set()
+    for seed, loaders, ahead in itertools.product(range(6), (1, 2, 3), (1, 8)):
+        run = ov.simulate(made, seed=seed, loaders={"a": loaders}, read_ahead=ahead, check=True)
+        assert isinstance(run.error, SourceError)
+        assert "the disk is gone" in str(run.error)
+        seen.add(tuple(digests(run)))
+    assert len(seen) == 1, [len(s) for s in seen]
+
+
+def found(keys: list[int], dropped: int = 0, bad: tuple[int, ...] = ()) -> Found:
+    k, b = np.array(keys, np.int64), np.array(bad, np.int64)
+    return Found(
+        k.astype(np.uint64), k, k, k * 0, {"tokens": k * 0 + 1}, b.astype(np.uint64), b, b, ("bad",) * len(b), dropped,
+    )  # fmt: skip
+
+
+def test_news_of_a_failure_that_come_early_break_the_stream_no_sooner() -> None:
+    """Loader 1 fails in window 1; loader 0 is slow. In every order of arrival the same samples come before the break."""
+    gone = SourceError("a", "gone")
+    of_loader = {
+        0: [Announce(0, 0, 0, 0, found([1, 3]), True), Announce(0, 0, 0, 1, found([10, 12]), True)],
+        1: [Announce(1, 0, 0, 0, found([2, 4]), True), Announce(1, 0, 0, 1, found([11])), Announce(1, 0, 0, 1, None, error=gone)],
+    }
+    seen = set()
+    for turns in set(itertools.permutations([0, 0, 1, 1, 1])):
+        stream = SourceStream("a", loaders=2, n_groups=2, epochs=1, max_bad=9, cursor=Cursor())
+        waiting = {k: list(news) for k, news in of_loader.items()}
+        for k in turns:
+            assert stream.error is None
+            stream.add(waiting[k].pop(0), k)
+        assert stream.error is gone
+        pieces, _ = stream.take(stream.ready)
+        seen.add(tuple(int(r) for p in pieces for r in p.found.row[p.start : p.stop]))
+    assert seen == {(1, 2, 3, 4, 10)}
+
+
+def test_samples_behind_the_row_that_stops_the_job_are_never_ready() -> None:
+    stream = SourceStream("a", loaders=1, n_groups=1, epochs=1, max_bad=2, cursor=Cursor())
+    stream.add(Announce(0, 0, 0, 0, found([1], bad=(2, 3))), 0)
+    stream.add(Announce(0, 0, 0, 0, found([4, 5]), True, True), 0)
+    assert stream.ready == 1
+    assert isinstance(stream.error, SourceError)
+
+
+def test_a_stream_restored_behind_its_last_epoch_has_ended() -> None:
+    assert SourceStream("a", loaders=1, n_groups=4, epochs=2, max_bad=9, cursor=Cursor(epoch=2)).ended
+    assert not SourceStream("a", loaders=1, n_groups=4, epochs=None, max_bad=9, cursor=Cursor(epoch=2)).ended
+
+
+# Counts
+
+
+def test_counts_in_the_state_depend_on_the_stream_alone() -> None:
+    rows = Rows([{"n": k, "tokens": [k + 1]} for k in range(200)])
+    made = ov.Job(
+        name="counts", batch=ov.Batch(samples=6, context=16), slice_rows=5, shuffle_chunks=2, chunk_bytes=100,
+        sources=[ov.Source("a", rows, transforms=[ov.Filter(even), ov.Tokens("tokens")])],
+    )  # fmt: skip
+    ways = [
+        ov.simulate(made, seed=s, loaders={"a": n}, prefetch=p, read_ahead=r)
+        for s, n, p, r in ((1, 1, 1, 1), (2, 1, 6, 9), (3, 3, 2, 4), (4, 2, 5, 1))
+    ]
+    states = [[state_after(made, step) for step in run.steps[0]] for run in ways]
+    assert all(s == states[0] for s in states)
+    assert states[0][-1]["counts"]["dropped"]["a"] > 50
+    for k in (0, 3, 9):
+        again = ov.simulate(made, seed=9, resume=states[0][k], read_ahead=7)
+        assert [state_after(made, step) for step in again.steps[0]] == states[0][k + 1 :]
+
+
+def test_at_the_end_every_drop_is_counted() -> None:
+    rows = Rows([{"n": k, "tokens": [k + 1]} for k in range(100)])
+    source = ov.Source("a", rows, transforms=[ov.Filter(even), ov.Tokens("tokens")])
+    with ov.launch(ov.Job(name="counts", batch=ov.Batch(samples=6, context=16), slice_rows=5, sources=[source])) as session:
+        assert sum(len(mb.samples) for step in session.client(0) for mb in step) == 50
+        assert session.metrics()["sources"]["a"]["dropped"] == 50
+
+
+def test_chunk_orders_are_kept_for_two_epochs_and_no_more() -> None:
+    order = SourceOrder(name="a", n_chunks=1000, seed=1, shuffle=True, shuffle_chunks=8)
+    first = [order.chunk_order(e).tolist() for e in range(20)]
+    assert len(order._orders) == 2
+    assert [order.chunk_order(e).tolist() for e in range(20)] == first
+    assert order.chunk_order(7) is order.chunk_order(7)
+
+
+# Numbers
+
+
+EXTREME = st.one_of(
+    st.floats(0, allow_nan=False, allow_infinity=False),
+    st.sampled_from([5e-324, 1e-300, 1e300, 1.7976931348623157e308, 2.2250738585072014e-308, 1.0, 0.0]),
+)
+
+
+@given(st.lists(EXTREME, min_size=1, max_size=8))
+def test_whole_weights_sum_to_the_unit_whatever_the_weights(weights: list[float]) -> None:
+    whole = whole_weights(weights)
+    assert sum(whole) == (UNIT if any(weights) else 0)
+    assert all(w >= 0 for w in whole)
+    assert all(w == 0 for w, real in zip(whole, weights, strict=True) if real == 0)
+
+
+@given(st.lists(EXTREME, min_size=1, max_size=5).filter(any), st.lists(st.integers(1, 2**45), min_size=1, max_size=4))
+def test_a_batch_of_any_size_is_drawn_exactly(weights: list[float], sizes: list[int]) -> None:
+    whole, owed, total = whole_weights(weights), [0] * len(weights), [0] * len(weights)
+    for n in sizes:
+        counts = draw_counts(n, whole, owed)
+        assert sum(counts) == n
+        total = [t + c for t, c in zip(total, counts, strict=True)]
+    for t, w in zip(total, whole, strict=True):
+        assert abs(t * UNIT - sum(sizes) * w) < UNIT
+
+
+def test_random_draws_of_a_big_batch_follow_the_weights() -> None:
+    counts = random_counts(10**6, whole_weights([1e-300, 1.0, 3.0, 5e-324]), 5, 2**40, 2**50)
+    assert sum(counts) == 10**6
+    assert (counts[0], counts[3]) == (0, 0)
+    assert abs(counts[2] / 10**6 - 0.75) < 0.01
+
+
+@pytest.mark.parametrize("weights", [(1e-300, 1e300), (5e-324, 1.0), (1e300, 1e300)])
+def test_a_job_of_extreme_weights_gives_every_sample_once(weights: tuple[float, float]) -> None:
+    sources = [
+        ov.Source(name, Rows([{"tokens": [k]} for k in range(20)]), transforms=[ov.Tokens("tokens")], weight=w)
+        for name, w in zip("ab", weights, strict=True)
+    ]
+    for batch in (ov.Batch(samples=7, context=16), ov.Batch(tokens=7, context=16)):
+        run = ov.simulate(ov.Job(name="extreme", sources=sources, batch=batch), check=True)
+        ids = [tuple(p.sample) for s in run.steps[0] for mb in s for p in mb.samples]
+        assert run.error is None
+        assert len(ids) == len(set(ids)) == 40
+
+
+@given(
+    st.lists(st.one_of(EXTREME, st.integers(0, 5), st.just(math.nan), st.just(-1.0), st.just(True), st.just("x")), min_size=1, max_size=5)
+)
+@settings(max_examples=200)
+def test_weights_are_right_or_refused_whichever_way_they_are_said(weights: list[Any]) -> None:
+    names = [f"s{i}" for i in range(len(weights))]
+    outcomes = []
+    for said in (weights, dict(zip(names, weights, strict=True)), {**dict(zip(names, weights, strict=True)), "zz": 1.0}):
+        try:
+            outcomes.append(by_source(said, names))
+        except JobError:
+            outcomes.append(None)
+    right = all(type(w) in (int, float) and 0 <= w < math.inf for w in weights) and any(weights)
+    assert outcomes == [[float(w) for w in weights] if right else None] * 2 + [None]
+
+
+# The end, as a constructor sees it
+
+
+def stage(step: int) -> Stage:
+    plan: Any = type("Plan", (), {"step": step})()
+    return Stage(plan, np.zeros(0), np.zeros(0), "", None)  # type: ignore[arg-type]
+
+
+def building(*steps: int) -> Assembler:
+    assembler = Assembler(0, [0])
+    assembler.handle(Attach(0))
+    for step in steps:
+        assembler.handle(stage(step))
+        assert assembler.handle(Staged(step)) == [Build(step, 0)]
+    return assembler
+
+
+def test_a_step_that_cannot_be_built_is_the_end_though_later_ones_are_under_way() -> None:
+    assembler, error = building(0, 1, 2), MemoryError()
+    assert assembler.handle(Built(2)) == []
+    assert assembler.handle(Finish(1, error)) == [Release(2, 0)]
+    assert assembler.handle(Built(0)) == [Deliver(0, 0), End(0, error)]
+    assert assembler.handle(Built(1)) == [Release(1, 0)]
+    assembler.handle(stage(3))
+    assert assembler.handle(Staged(3)) == [Release(3, 0)]
+
+
+def test_of_two_failures_the_earlier_step_is_the_end() -> None:
+    first, second = MemoryError("first"), MemoryError("second")
+    assembler = building(0, 1, 2)
+    assert assembler.handle(Finish(2, second)) == []
+    assert assembler.handle(Finish(1, first)) == []
+    assert assembler.handle(Finish(2, second)) == []
+    assert assembler.handle(Built(0)) == [Deliver(0, 0), End(0, first)]
+
+
+def test_a_step_built_for_nobody_is_let_go() -> None:
+    from overlord.messages import Detach
+
+    assembler = building(0)
+    assert assembler.handle(Detach(0)) == []
+    assert assembler.handle(Built(0)) == [Release(0, 0)]
