@@ -175,11 +175,42 @@ def test_a_planner_restored_after_any_step_plans_the_identical_rest(
             assert (rest.said, rest.end) == (whole.said[k + 1 :], whole.end), f"restored after step {k}"
 
 
-def test_a_mixture_that_waits_for_the_next_epoch_leaves_the_one_in_force_in_the_state() -> None:
+def eight_rows(mixture: Any, mix_every: str, until: int) -> Blueprint:
+    """Two endless sources of eight rows, two samples a step."""
     rows = Rows([{"tokens": [k + 1]} for k in range(8)])
     sources = [ov.Source(name, rows, transforms=[ov.Tokens("tokens")], epochs=None) for name in ("s0", "s1")]
-    job = ov.Job(name="epochs", sources=sources, batch=ov.Batch(samples=2, context=8), mix_every="epoch", until=30)
-    blueprint = Blueprint(job, Options())
+    batch = ov.Batch(samples=2, context=8)
+    return Blueprint(ov.Job(name="t", sources=sources, batch=batch, mixture=mixture, mix_every=mix_every, until=until), Options())
+
+
+def counts(stages: list[Stage]) -> list[list[int]]:
+    return [np.bincount(s.plan.source, minlength=2).tolist() for s in stages]
+
+
+@given(event_logs(), st.sampled_from(("step", "microbatch", "epoch")), st.integers(0, 2**20))
+def test_a_log_of_mixtures_is_a_schedule_and_exactly_the_named_steps_are_skipped(
+    log: list[SetMixture | Skip], mix_every: str, seed: int
+) -> None:
+    def schedule(step: int, feedback: Any) -> dict[str, float]:
+        said = [e for e in log if isinstance(e, SetMixture) and e.at <= step]
+        return dict(max(enumerate(said), key=lambda e: (e[1].at, e[0]))[1].weights) if said else {"s0": 1.0, "s1": 1.0}
+
+    by_events = Channels(eight_rows(None, mix_every, 14), None, seed).run(log)
+    by_schedule = Channels(eight_rows(schedule, mix_every, 14), None, seed + 1).run()
+    assert [d for d, _ in by_events.said] == [d for d, _ in by_schedule.said]
+    assert [k for k, (_, skipped) in enumerate(by_events.said) if skipped] == sorted(
+        {k for e in log if isinstance(e, Skip) for k in e.steps}
+    )
+
+
+def test_mixed_by_the_epoch_weights_stay_until_the_lowest_epoch_rises() -> None:
+    """At step 8 each source has given its eight rows; step 8 draws the first of epoch 1, so step 9 sees the epoch risen."""
+    blueprint = eight_rows(lambda step, feedback: [1.0, 1.0] if step < 5 else [3.0, 1.0], "epoch", 13)
+    assert counts(Channels(blueprint, None, 0).run().stages) == [[1, 1]] * 9 + [[2, 0], [1, 1], [2, 0], [1, 1]]
+
+
+def test_a_mixture_that_waits_for_the_next_epoch_leaves_the_one_in_force_in_the_state() -> None:
+    blueprint = eight_rows(None, "epoch", 30)
     whole = Channels(blueprint, None, 0).run([SetMixture(3, {"s0": 1.0, "s1": 3.0}), SetMixture(12, {"s0": 3.0, "s1": 1.0})])
     for k, state in enumerate(states_of(blueprint, whole.stages)):
         assert Channels(blueprint, state, k).run().said == whole.said[k + 1 :], f"restored after step {k}"
