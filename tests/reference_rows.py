@@ -1,0 +1,213 @@
+"""Raw rows of files and ids of rows, for the reference stream: read and transformed in the plainest way, nothing from the package.
+
+Damaged containers (a cut .gz, a flipped page) are left to the tests of the formats.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import os
+import tarfile
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from overlord.job import Job, Source
+
+Row = tuple[int, Any]  # `row`, and the fields by name; None: unreadable
+Chunk = tuple[int, list[Row]]  # file, rows
+FAILED, DROPPED = "failed", "dropped"
+
+
+# Files
+
+
+def list_files(path: Any) -> list[str]:
+    if isinstance(path, (list, tuple)):
+        return sorted({file for one in path for file in list_files(one)})
+    path = os.fspath(path).removeprefix("file://")
+    if os.path.isdir(path):
+        path = os.path.join(glob.escape(path), "**")
+    return sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
+
+
+def read_chunks(job: Job, source: Source) -> list[Chunk]:
+    path = source.path
+    if hasattr(path, "shards"):
+        return [(shard, list(enumerate(path.fn(shard)))) for shard in range(path.shards)]
+    if not isinstance(path, (str, os.PathLike, list, tuple)):
+        size = 16 * job.slice_rows
+        return [(0, [(i, item(path, i)) for i in range(at, min(at + size, len(path)))]) for at in range(0, len(path), size)]
+    return [(file, rows) for file, name in enumerate(list_files(path)) for rows in chunks_of_file(job, source, name)]
+
+
+def item(dataset: Any, i: int) -> Any:
+    try:
+        return dict(dataset[i])
+    except Exception:
+        return None
+
+
+def chunks_of_file(job: Job, source: Source, name: str) -> list[list[Row]]:
+    with open(name, "rb") as f:
+        data = f.read()
+    chunks = chunks_of_bytes(job, source, name, data) if data else []
+    return chunks if any(chunks) or (name.endswith(".jsonl") and data) else [[(0, None)]]
+
+
+def chunks_of_bytes(job: Job, source: Source, name: str, data: bytes) -> list[list[Row]]:
+    kind = source.format or name.removesuffix(".gz").removesuffix(".zst").rsplit(".", 1)[-1]
+    if kind in ("parquet", "pq"):
+        import pyarrow.parquet as pq
+
+        file, at, out = pq.ParquetFile(name), 0, []
+        for g in range(file.num_row_groups):
+            rows = file.read_row_group(g).to_pylist()
+            out.append(list(enumerate(rows, at)))
+            at += len(rows)
+        return out
+    if kind in ("arrow", "feather", "ipc"):
+        return [list(enumerate(read_arrow(name).to_pylist()))]
+    if kind in ("tar", "webdataset"):
+        return [read_tar(name, source.max_sample_bytes)]
+    lines = read_lines(unpack(name, data), source.max_sample_bytes)
+    if name.endswith((".gz", ".zst")):
+        return [lines]
+    out = [[] for _ in range(0, len(data), job.chunk_bytes)]
+    for row, fields in lines:
+        out[row // job.chunk_bytes].append((row, fields))
+    return out
+
+
+def unpack(name: str, data: bytes) -> bytes:
+    if name.endswith(".gz"):
+        return gzip.decompress(data)
+    if name.endswith(".zst"):
+        import zstandard
+
+        return zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
+    return data
+
+
+def read_lines(text: bytes, max_bytes: int) -> list[Row]:
+    rows, at = [], 0
+    for line in text.split(b"\n"):
+        if line.strip():
+            rows.append((at, parse(line) if len(line) <= max_bytes else None))
+        at += len(line) + 1
+    return rows
+
+
+def parse(line: bytes) -> Any:
+    try:
+        fields = json.loads(line.decode())
+    except ValueError:
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def read_arrow(name: str) -> Any:
+    import pyarrow as pa
+
+    try:
+        return pa.ipc.open_file(pa.memory_map(name)).read_all()
+    except pa.ArrowInvalid:
+        return pa.ipc.open_stream(pa.memory_map(name)).read_all()
+
+
+def read_tar(name: str, max_bytes: int) -> list[Row]:
+    """Consecutive members with one key (the path up to the first dot of its last part) are a sample; a field per extension."""
+    rows, last = [], None
+    with tarfile.open(name) as tar:
+        for member in tar:
+            if member.isfile():
+                folder, base = os.path.split(member.name)
+                stem, _, extension = base.partition(".")
+                if (key := os.path.join(folder, stem)) != last:
+                    rows.append((member.offset, {"__key__": key}))
+                    last = key
+                rows[-1][1][extension] = tar.extractfile(member).read()  # type: ignore[union-attr]
+    size = [sum(len(v) for k, v in fields.items() if k != "__key__") for _, fields in rows]
+    return [(row, fields if n <= max_bytes else None) for (row, fields), n in zip(rows, size, strict=True)]
+
+
+# Transforms, on one slice
+
+
+def transform(source: Source, rows: list[Row]) -> list[Any]:
+    """Token ids of each row, or FAILED, or DROPPED."""
+    live = {i: dict(fields) for i, (_, fields) in enumerate(rows) if fields is not None}
+    outcome: list[Any] = [FAILED] * len(rows)
+    for step in source.transforms:
+        results = apply(step, list(live.values()))
+        for i, result in zip(list(live), results, strict=True):
+            if isinstance(result, dict):
+                live[i] = result
+            else:
+                outcome[i] = result
+                del live[i]
+    for i, fields in live.items():
+        outcome[i] = ids(fields.get("tokens"))
+    return outcome
+
+
+def apply(step: Any, rows: list[dict[str, Any]]) -> list[Any]:
+    """One transform: new fields by row, or FAILED, or DROPPED."""
+    kind = type(step).__name__
+    if kind == "Tokens":
+        return [{**fields, "tokens": fields.get(step.column)} for fields in rows]
+    if kind == "Tokenize":
+        return [tokenize(step, fields) for fields in rows]
+    if kind == "Select":
+        return [{name: fields.get(name) for name in step.columns} for fields in rows]
+    if kind == "Meta" or not rows:
+        return list(rows)
+    try:
+        result = [step.fn(dict(fields)) for fields in rows] if step.rows else step.fn(columns_of(rows))
+    except Exception:  # the rows that fail when they stand alone
+        return [FAILED] if len(rows) == 1 else [result for fields in rows for result in apply(step, [fields])]
+    if kind == "Filter":
+        return [fields if keep else DROPPED for fields, keep in zip(rows, result, strict=True)]
+    return result if step.rows else [dict(zip(result, values, strict=True)) for values in zip(*result.values(), strict=True)]
+
+
+def columns_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    columns = {name: [fields.get(name) for fields in rows] for name in dict.fromkeys(name for fields in rows for name in fields)}
+    numbers = {name for name, values in columns.items() if all(isinstance(v, (int, float, np.number)) for v in values)}
+    return {name: np.array(values) if name in numbers else values for name, values in columns.items()}
+
+
+@cache
+def load_tokenizer(path: str) -> Any:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def tokenize(step: Any, fields: dict[str, Any]) -> Any:
+    text = fields.get(step.text)
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+    except ValueError:
+        return FAILED
+    if not isinstance(text, str):
+        return FAILED
+    tokenizer = load_tokenizer(os.fspath(step.tokenizer))
+    ends = [[] if t is None else [tokenizer.token_to_id(t) if isinstance(t, str) else t] for t in (step.bos, step.eos)]
+    return {**fields, "tokens": ends[0] + tokenizer.encode(text, add_special_tokens=step.add_special_tokens).ids + ends[1]}
+
+
+def ids(value: Any) -> Any:
+    """A flat list of whole numbers from 0 to 2**31 - 1, or FAILED."""
+    try:
+        values = list(value)
+    except TypeError:
+        return FAILED
+    good = all(isinstance(v, (int, np.integer)) and not isinstance(v, bool) and 0 <= v < 2**31 for v in values)
+    return [int(v) for v in values] if good and not isinstance(value, (str, bytes)) else FAILED
