@@ -819,3 +819,17 @@ def test_every_error_survives_pickling_with_its_facts() -> None:
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is type(error)
         assert (again.args, vars(again), str(again)) == (error.args, vars(error), str(error))
+
+
+def test_what_was_found_can_be_asked_for_after_the_session_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{bad\n" * 20 + '{"tokens": [1, 2]}\n' * 5)
+    source = ov.Source("s", str(tmp_path / "*.jsonl"), transforms=[ov.Tokens("tokens")], max_bad=10, shuffle=False)
+    job = ov.Job(name="t", sources=[source], batch=ov.Batch(samples=2, context=8))
+    with pytest.raises(ov.SourceError, match=r"a\.jsonl: 10 rows in a row could not be used"), ov.launch(job) as session:
+        next(session.client(0))
+    assert len(session.quarantine()) == 10
+    assert session.metrics()["sources"]["s"]["quarantined"] == 10
+    with pytest.raises(ov.OverlordError, match="the session is closed"):
+        session.set_mixture({"s": 1.0})
+    with pytest.raises(ov.OverlordError, match="the session is closed"):
+        session.skip([3])

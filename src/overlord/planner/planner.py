@@ -40,6 +40,7 @@ class SourceSpec:
     epochs: int | None
     max_bad: int
     loaders: int = 1
+    files: tuple[str, ...] = ()  # paths, for errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,9 @@ class Planner:
         state = state or initial_state(spec)
         self._state = state
         self._streams = [
-            SourceStream(s.name, loaders=s.loaders, n_groups=s.n_groups, epochs=s.epochs, max_bad=s.max_bad, cursor=Cursor(*c))
+            SourceStream(
+                s.name, loaders=s.loaders, n_groups=s.n_groups, epochs=s.epochs, max_bad=s.max_bad, cursor=Cursor(*c), files=s.files
+            )
             for s, c in zip(spec.sources, state.cursors.tolist(), strict=True)
         ]
         self._first_loader = np.concatenate([[0], np.cumsum([s.loaders for s in spec.sources])]).astype(np.int64)

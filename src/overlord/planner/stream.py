@@ -7,6 +7,7 @@ loader that is not done with the window has announced one behind it. The order n
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -57,7 +58,10 @@ BadRow = tuple[int, int, int, str]  # epoch, file, row, reason
 class SourceStream:
     """One source's front. A pure value machine: announcements in, samples out."""
 
-    def __init__(self, name: str, *, loaders: int, n_groups: int, epochs: int | None, max_bad: int, cursor: Cursor):
+    def __init__(
+        self, name: str, *, loaders: int, n_groups: int, epochs: int | None, max_bad: int, cursor: Cursor, files: Sequence[str] = ()
+    ):
+        self._files = files  # their paths, for errors
         self.name, self._n_loaders, self._n_groups, self._epochs, self._max_bad = name, loaders, n_groups, epochs, max_bad
         self._at = Cursor(cursor.epoch, cursor.group, cursor.window)  # the window being merged
         self._shares: dict[tuple[int, int, int], list[_Share]] = {}
@@ -190,9 +194,10 @@ class SourceStream:
             self._bad_run = self._bad_run + 1 if goods == previous else 1
             previous = goods
             if self._bad_run >= self._max_bad:
+                file, row = int(found.bad_file[j]), int(found.bad_row[j])
                 self.error = SourceError(
-                    self.name, f"{self._bad_run} rows in a row could not be used; the last: file {int(found.bad_file[j])}, "
-                    f"row {int(found.bad_row[j])}: {found.bad_reason[j]}",
+                    self.name, f"{self._bad_run} rows in a row could not be used; the last: row {row}: {found.bad_reason[j]}",
+                    self._files[file] if file < len(self._files) else f"file {file}",
                     remedy="mend the source (overlord inspect shows it), filter these rows, or raise max_bad",
                 )  # fmt: skip
                 return goods, j + 1

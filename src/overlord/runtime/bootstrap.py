@@ -105,8 +105,11 @@ class Blueprint:
         job, options = self.job, self.options
         spec = PlannerSpec(
             sources=tuple(
-                SourceSpec(name=s.name, n_groups=o.n_groups, epochs=s.epochs, max_bad=s.max_bad, loaders=self.loaders_of(i))
-                for i, (s, o) in enumerate(zip(job.sources, self.orders, strict=True))
+                SourceSpec(
+                    name=s.name, n_groups=o.n_groups, epochs=s.epochs, max_bad=s.max_bad, loaders=self.loaders_of(i),
+                    files=tuple(f.path for f in index.files),
+                )
+                for i, (s, o, index) in enumerate(zip(job.sources, self.orders, self.indexes, strict=True))
             ),
             batch=job.batch, place=job.place, strategy=self.strategy, schedule=schedule_of(job), seed=job.seed, until=job.until,
             draw=job.draw, mix_every=job.mix_every, prefetch=options.prefetch, read_ahead=options.read_ahead,

@@ -43,8 +43,8 @@ class Pump:
 
     def ask(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
         """Run a call in the pump and wait for its result."""
-        if threading.current_thread() is self._thread:
-            return call()
+        if threading.current_thread() is self._thread or (self.stopped and self.broken is None):
+            return call()  # after a clean stop nothing runs beside it: what was found can still be asked for
         done = threading.Event()
         box: list[tuple[Any, Exception | None]] = []
 
@@ -78,6 +78,10 @@ class Pump:
                 log.exception("the pump stopped")
                 self._failed(error)
                 return
+
+    @property
+    def stopped(self) -> bool:
+        return self._thread.ident is not None and not self._thread.is_alive()
 
     def stop(self, timeout_s: float = 1.0) -> None:
         self._calls.put(None)

@@ -200,6 +200,10 @@ class Session:
 
     # events
 
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise OverlordError("the session is closed")
+
     def set_mixture(self, weights: Mapping[str, float], at: int | None = None) -> int:
         """New weights from step ``at`` on (default: the first step not yet planned); returns that step."""
         if not isinstance(weights, Mapping):
@@ -212,10 +216,12 @@ class Session:
             self._add(event)
             return event.at
 
+        self._refuse_closed()
         return int(self._pump.ask(act, "the planner"))
 
     def skip(self, steps: Iterable[int]) -> None:
         """These steps are drawn and listed, and not delivered; step numbers do not shift."""
+        self._refuse_closed()
         event = Skip(_steps("skip", steps))
         if event.steps:
             self._pump.ask(lambda: self._add(event), "the planner")
