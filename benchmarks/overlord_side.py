@@ -1,7 +1,7 @@
 """The same job through Overlord, embedded: one process plans, reads, packs and serves all ranks.
 
 ``overlord`` reads in file order, as the peers do. ``overlord-shuffled`` leaves shuffling on, which is Overlord's default.
-``overlord-one`` has one worker thread, the bare loop's parallelism: threads that share a tokenizer cost each other time.
+``overlord-one`` has one worker thread, the bare loop's parallelism: threads that tokenize side by side cost each other time.
 """
 
 from __future__ import annotations
