@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.loader.buffer import Shelf
 from overlord.loader.reader import SourceReader
-from overlord.messages import Evaluate, Read, Stage
+from overlord.messages import Evaluate, Pop, Read, Refill, Stage
 from overlord.runtime.bootstrap import Blueprint, Options
 from overlord.runtime.host import Done, Host
 from overlord.simulation.engine import Delays, VirtualExecutor
@@ -139,10 +139,23 @@ def test_ready_beyond_the_draw_stays_within_the_budget_and_a_block_for_each_load
             waited_for = max(waited_for, 2 * loaders * 8 * int(stage.plan.tokens.sum()))
         assert held.ready <= share * sources * loaders + held.blocks + waited_for
 
+    def look() -> None:
+        if not held.host.planner._waiting:
+            assert held.ready <= share * sources * loaders + held.blocks + waited_for
+
     held.executor.ahead = ahead
     held.host.on_stage.append(staged)
-    held.run()
+    held.run(look)
     assert len(seen) == 25
+
+
+def test_a_loader_that_has_given_what_was_waited_for_reads_no_more_for_it() -> None:
+    held = Held(job_of([7], 1), 0)
+    loader, reader = held.host.loaders[0], held.host.readers[0]
+    read, *_ = loader.handle(Refill(0, must=3, level=0))
+    (evaluate,) = loader.handle(reader.read(read))
+    assert len(loader.handle(reader.evaluate(evaluate)[0])) == 1  # the announcement
+    assert loader.handle(Pop(0, 3)) == []
 
 
 def test_without_a_budget_more_is_held_so_the_bound_above_is_one() -> None:

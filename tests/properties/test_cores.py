@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ import overlord as ov
 from overlord.constructor.assembler import Assembler
 from overlord.job import UNIT
 from overlord.loader.loader import Loader
-from overlord.loader.reader import SourceReader
+from overlord.loader.reader import SourceReader, _not_before
 from overlord.messages import (
     Announce,
     Attach,
@@ -49,7 +50,7 @@ from overlord.runtime.bootstrap import Blueprint, Options
 from tests.properties.test_merge import make_found
 from tests.properties.test_stream import delivered, fingerprint, in_order, run, wanted
 from tests.reference import Mixer
-from tests.worlds import Rows, World, folder, worlds
+from tests.worlds import Rows, World, folder, picky, worlds
 
 
 class Nowhere:
@@ -291,6 +292,63 @@ def test_loaders_restored_at_any_cursor_announce_what_stands_behind_it(world: Wo
                 assert groups == wanted, "every group ends once, also one without chunks of this loader"
 
 
+def test_rows_of_equal_keys_are_told_apart_by_file_and_row() -> None:
+    """Keys are hashes: two rows of one window may share one, if once in a lifetime."""
+    order: Any = SimpleNamespace(row_keys=lambda epoch, file, row: np.zeros(len(file), np.uint64))
+    file, row = np.array([0, 1, 1, 1, 2]), np.array([9, 3, 4, 5, 0])
+    behind = _not_before(np.zeros(5, np.uint64), file, row, Cursor(file=1, row=4, part=0), order, 0)
+    assert behind.tolist() == [False, False, True, True, True]
+
+
+def same(row: dict[str, Any]) -> dict[str, Any]:
+    return row
+
+
+def write_lines(directory: str, files: list[list[Any]]) -> str:
+    """JSONL, a line each: text as it stands, anything else as JSON."""
+    for k, lines in enumerate(files):
+        text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        (Path(directory) / f"{k}.jsonl").write_text(text)
+    return f"{directory}/*.jsonl"
+
+
+@given(st.lists(st.lists(st.sampled_from(("good", "picky", "no JSON", "empty")), min_size=1, max_size=9), min_size=1, max_size=3))
+@settings(max_examples=40)
+def test_every_failure_is_listed_under_its_own_row_with_its_own_reason(files: list[list[str]]) -> None:
+    """Rows that cannot be read, rows a transform fails on, rows without tokens, side by side in a slice."""
+    row = {"good": {"n": 1, "tokens": [1, 2]}, "picky": {"n": 3, "tokens": [1]}, "empty": {"n": 2, "tokens": []}}
+    reasons = {"picky": "not to my liking", "no JSON": "JSON", "empty": "tokens"}
+    lines = [[row.get(kind, "{no JSON") for kind in kinds] + [row["good"]] for kinds in files]
+    with folder() as directory:
+        path = write_lines(directory, lines)
+        source = ov.Source("s", path, transforms=[ov.Map(picky, rows=True), ov.Tokens("tokens")])
+        job = ov.Job(name="t", sources=[source], batch=ov.Batch(samples=3, context=8), slice_rows=5)
+        done = ov.simulate(job)
+        found = {(q.file, q.row): q.reason for q in done.quarantine}
+        expected = {}
+        for k, kinds in enumerate(files):
+            texts = (Path(directory) / f"{k}.jsonl").read_text().splitlines(keepends=True)
+            starts = np.cumsum([0, *map(len, texts)]).tolist()
+            expected |= {(k, starts[i]): reasons[kind] for i, kind in enumerate(kinds) if kind in reasons}
+        assert found.keys() == expected.keys()
+        assert all(expected[where].lower() in reason.lower() for where, reason in found.items()), found
+
+
+@given(st.lists(st.tuples(st.sampled_from((1, "one", 1.5, [2])), st.integers(1, 6)), min_size=2, max_size=5), st.integers(1, 3))
+@settings(max_examples=40)
+def test_slices_that_disagree_on_a_type_keep_the_order_of_their_rows(files: list[tuple[Any, int]], loaders: int) -> None:
+    """A column of one type in each file, and of another in the next."""
+    lines = [[{"n": n, "tokens": [k, i]} for i in range(rows)] for k, (n, rows) in enumerate(files)]
+    with folder() as directory:
+        path = write_lines(directory, lines)
+        source = ov.Source("s", path, transforms=[ov.Map(same, rows=True), ov.Tokens("tokens")])
+        job = ov.Job(name="t", sources=[source], batch=ov.Batch(samples=4, context=8), slice_rows=3, shuffle_chunks=4)
+        steps, _, _ = wanted(job)
+        got, error, _, _ = run(job, 0, loaders={"s": loaders})
+        assert error is None
+        assert delivered(got, len(got[0])) == steps
+
+
 # The constructor
 
 
@@ -526,6 +584,16 @@ def test_the_mix_of_a_session_is_within_one_sample_of_every_source_at_every_step
             taken, drawn = taken + np.bincount(plan.source, minlength=len(share)).astype(object), drawn + len(plan)
             assert len(plan) == job.batch.samples
             assert all(abs(Fraction(drawn * w, UNIT) - int(n)) < 1 for w, n in zip(share, taken, strict=True))
+
+
+@given(worlds(), st.integers(0, 2**20), st.lists(st.integers(0, 6), min_size=1, max_size=3), st.integers(1, 3))
+@settings(max_examples=40)
+def test_skipped_steps_are_left_out_and_the_others_are_as_they_were(world: World, seed: int, skipped: list[int], loaders: int) -> None:
+    with folder() as directory:
+        job = world.job(directory)
+        whole, _, _, _ = run(job, seed)
+        rest, _, _, _ = run(job, seed + 1, events=[Skip(tuple(skipped))], loaders=dict.fromkeys(job.names, loaders))
+        assert fingerprint(rest) == fingerprint({r: [s for s in steps if s.step not in skipped] for r, steps in whole.items()})
 
 
 # Place
