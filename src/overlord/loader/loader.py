@@ -13,7 +13,7 @@ from overlord.messages import Announce, Cursor, Evaluate, Evaluated, Pop, Read, 
 
 Command = Read | Evaluate | Announce
 
-BLOCK_S = 0.008  # a block of rows should cost about this much: far above the 0.2 ms of a round trip, short enough to interleave
+BLOCK_S = 0.016  # a block of rows should cost about this much: 80 times the 0.2 ms of a round trip, short enough to interleave
 GROUPS_AHEAD = 8  # groups a loader may open beyond the one the planner draws from; windows in memory are bounded by the level
 
 
@@ -22,7 +22,7 @@ class Loader:
 
     def __init__(
         self, number: int, order: SourceOrder, *, epochs: int | None, loader: int = 0, loaders: int = 1,
-        cursor: Cursor | None = None, block_rows: int = 16, budget_bytes: int = 2**26,
+        cursor: Cursor | None = None, block_rows: int = 32, budget_bytes: int = 2**26,
     ):  # fmt: skip
         cursor = cursor or Cursor()
         self.number, self._order, self._loader, self._loaders = number, order, loader, loaders
