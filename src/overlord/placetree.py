@@ -1,13 +1,19 @@
 """ClientPlaceTree: the trainer's mesh as the loader sees it.
 
 Ranks are numbered with the outermost axis slowest; ``order`` names the axes from outermost to innermost, as a torch
-DeviceMesh does. A *bucket* is a group of ranks that consumes the same microbatches.
+DeviceMesh does. The default is Megatron's: tp runs fastest, then cp, dp and pp. A *bucket* is a group of ranks that
+consumes the same microbatches; a *fetcher* is a rank that takes them from the loader, for itself and for the ranks to which
+the trainer broadcasts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
+from os import environ
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +21,9 @@ from overlord.errors import JobError
 
 AXES = ("pp", "dp", "cp", "tp")
 BUCKET_AXES = {"DP": ("dp",), "CP": ("dp", "cp"), "WORLD": AXES, "PP": ("pp",), "TP": ("tp",)}
+BROADCASTS = ("TP", "CP", "PP", "DP")  # what a trainer can broadcast along, as `broadcast_at` names it
+MESH_DIMS = {axis: axis for axis in AXES} | dict.fromkeys(("dp_replicate", "dp_shard", "fsdp"), "dp")
+SHOWN = 4  # branches of a printed tree, and ranks that do not follow each other, before it says how many more there are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,39 +48,114 @@ class ClientPlaceTree:
             raise JobError(problems, "place")
         object.__setattr__(self, "order", tuple(self.order))
 
+    @staticmethod
+    def from_device_mesh(mesh: Any) -> ClientPlaceTree:
+        """The tree of a torch ``DeviceMesh`` whose dimensions are named pp, dp, cp, tp; torch is not imported.
+
+        ``dp_replicate``, ``dp_shard`` and ``fsdp`` are folded into dp, the outer one slowest. The order of ranks is taken from
+        ``mesh.mesh`` where there is one, else from the order of the dimensions.
+        """
+        names, ranks = _mesh_of(mesh)
+        axes = [MESH_DIMS[name] for name in names]
+        degrees = {a: math.prod(n for n, axis in zip(ranks.shape, axes, strict=True) if axis == a) for a in AXES}
+        by_axis = ranks.transpose([i for a in AXES for i, axis in enumerate(axes) if axis == a]).reshape([degrees[a] for a in AXES])
+        for order in permutations(AXES):  # the default first: a mesh of one axis fits any
+            tree = ClientPlaceTree(**degrees, order=order)
+            if np.array_equal(by_axis, tree._grid()):
+                return tree
+        raise JobError(
+            [f"the ranks of {dict(zip(names, ranks.shape, strict=True))} are 0 to {ranks.size - 1}, but in no order of pp, dp, cp, tp; "
+             "give the mesh's ranks in row-major order, with the dp dimensions beside each other"],
+            "from_device_mesh",
+        )  # fmt: skip
+
+    @staticmethod
+    def from_env(env: Mapping[str, str] | None = None) -> ClientPlaceTree:
+        """The tree of a job started by torchrun: ``WORLD_SIZE``, and ``OVERLORD_PP``, ``OVERLORD_CP``, ``OVERLORD_TP`` (1 where unset).
+
+        dp is what is left of the world; ``OVERLORD_DP`` says it too, and must then fit. ``OVERLORD_ORDER`` names the axes from
+        outermost to innermost, as in ``pp-dp-cp-tp``. Without ``WORLD_SIZE`` the world is what the degrees make.
+        """
+        env = environ if env is None else env
+        names = {"WORLD_SIZE": "", **{f"OVERLORD_{axis.upper()}": axis for axis in AXES}}
+        given = {name: env[name].strip() for name in names if env.get(name, "").strip()}
+        wrong = [
+            f"{name}: wanted a whole number of at least 1, found {v!r}" for name, v in given.items() if not v.isdecimal() or not int(v)
+        ]
+        if wrong:
+            raise JobError(wrong, "from_env")
+        degrees = {names[name]: int(value) for name, value in given.items()}
+        world, left = degrees.pop("", None), math.prod(degrees.values())
+        if world is not None and (world % left or ("dp" in degrees and world != left)):
+            said = " x ".join(f"{name}={value}" for name, value in given.items() if name != "WORLD_SIZE")
+            raise JobError([f"WORLD_SIZE={world} is not {'' if 'dp' in degrees else 'a multiple of '}{said}"], "from_env")
+        if world is not None:
+            degrees.setdefault("dp", world // left)
+        order = env.get("OVERLORD_ORDER", "").strip()
+        return ClientPlaceTree(**degrees, order=tuple(order.split("-")) if order else AXES)
+
+    # edits: a tree is a value, so each gives a new one
+
+    def replace(self, **degrees: Any) -> ClientPlaceTree:
+        """The tree with other degrees, or another ``order``."""
+        unknown = [name for name in degrees if name not in (*AXES, "order")]
+        if unknown:
+            raise JobError([f"unknown axis {unknown[0]!r}; known: {', '.join(AXES)}, order"], "place")
+        return replace(self, **degrees)
+
+    def add_replicas(self, n: int = 1) -> ClientPlaceTree:
+        """More data-parallel replicas. Ranks are numbered anew."""
+        return self._with_replicas(n, self.dp + n, "add_replicas")
+
+    def remove_replicas(self, n: int = 1) -> ClientPlaceTree:
+        """Fewer data-parallel replicas; one is left at least."""
+        return self._with_replicas(n, self.dp - n, "remove_replicas")
+
+    def _with_replicas(self, n: int, dp: int, what: str) -> ClientPlaceTree:
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise JobError([f"wanted a whole number of at least 0, found {n!r}"], what)
+        if dp < 1:
+            raise JobError([f"{n} of {self.dp} replicas cannot go: at least one must be left of {self}"], what)
+        return replace(self, dp=dp)
+
+    # ranks and places
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
     @property
     def _shape(self) -> tuple[int, ...]:
         return tuple(getattr(self, axis) for axis in self.order)
 
-    @property
-    def world(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp
+    def _grid(self) -> np.ndarray:
+        """Ranks by [pp, dp, cp, tp]."""
+        return np.arange(self.world_size).reshape(self._shape).transpose([self.order.index(axis) for axis in AXES])
 
-    def replace(self, **degrees: int) -> ClientPlaceTree:
-        return replace(self, **degrees)  # type: ignore[arg-type]
-
-    def coordinate(self, rank: int) -> dict[str, int]:
+    def coords(self, rank: int) -> dict[str, int]:
         """Where a rank stands on every axis."""
-        if not 0 <= rank < self.world:
-            raise JobError([f"rank {rank} is outside 0..{self.world - 1} of {self}"], "place")
+        if not 0 <= rank < self.world_size:
+            raise JobError([f"rank {rank} is outside 0..{self.world_size - 1} of {self}"], "place")
         at = np.unravel_index(rank, self._shape)
         return {axis: int(i) for axis, i in zip(self.order, at, strict=True)}
 
     def rank(self, **at: int) -> int:
-        """The rank at a place; axes left out stand at 0. The inverse of ``coordinate``."""
+        """The rank at a place; axes left out stand at 0. The inverse of ``coords``."""
         wrong = [f"{axis}={i!r} is outside {self}" for axis, i in at.items() if axis not in AXES or not 0 <= i < getattr(self, axis)]
         if wrong:
             raise JobError(wrong, "place")
         return int(np.ravel_multi_index([at.get(axis, 0) for axis in self.order], self._shape))
 
+    # who consumes what
+
     def buckets(self, axis: str = "DP") -> list[list[int]]:
-        """Ranks by bucket. ``DP``: one bucket per replica; ``CP``: every (dp, cp) pair; ``WORLD``: every rank, in rank order."""
+        """Ranks by bucket. ``DP``: one bucket per replica; ``CP``: every (dp, cp) pair; ``WORLD``: every rank, in rank order;
+        ``PP`` and ``TP``: every stage, every tensor-parallel position."""
         n = self.n_buckets(axis)
         if axis == "WORLD":
             return [[rank] for rank in range(n)]
-        grid = np.arange(self.world).reshape(self._shape)
         inner = [a for a in self.order if a not in BUCKET_AXES[axis]]
-        moved = grid.transpose([self.order.index(a) for a in (*BUCKET_AXES[axis], *inner)])
+        moved = self._grid().transpose([AXES.index(a) for a in (*BUCKET_AXES[axis], *inner)])
         return moved.reshape(n, -1).tolist()
 
     def n_buckets(self, axis: str = "DP") -> int:
@@ -80,5 +164,103 @@ class ClientPlaceTree:
             raise JobError([f"unknown axis {axis!r}; known: {', '.join(BUCKET_AXES)}"], "place")
         return math.prod(getattr(self, a) for a in BUCKET_AXES[axis])
 
+    def bucket_of(self, axis: str = "DP") -> np.ndarray:
+        """Bucket of every rank: int64 [world_size]."""
+        buckets = np.array(self.buckets(axis))
+        found = np.empty(self.world_size, np.int64)
+        found[buckets] = np.arange(len(buckets))[:, None]
+        return found
+
+    # who fetches
+
+    def served_by(self, broadcast: str | Sequence[str] = ()) -> np.ndarray:
+        """For every rank the one that fetches for it, itself where it fetches: int64 [world_size].
+
+        The trainer broadcasts along these axes (``TP``, ``CP``, ``PP``, ``DP``; nested, in any order), from coordinate 0.
+        """
+        grid = self._grid()
+        dims = {dim.lower() for dim in broadcast_dims(broadcast)}
+        first = grid[tuple(slice(0, 1) if axis in dims else slice(None) for axis in AXES)]
+        served = np.empty(self.world_size, np.int64)
+        served[grid.ravel()] = np.broadcast_to(first, grid.shape).ravel()
+        return served
+
+    def fetchers(self, broadcast: str | Sequence[str] = ()) -> list[int]:
+        """The ranks that fetch when the trainer broadcasts along these axes: one of each group."""
+        served = self.served_by(broadcast)
+        return np.flatnonzero(served == np.arange(len(served))).tolist()
+
+    # for people
+
+    def __format__(self, spec: str) -> str:
+        """One line, for messages: ``f"{tree}"``. ``print(tree)`` draws it."""
+        return format("x".join(f"{axis}{getattr(self, axis)}" for axis in self.order), spec)
+
     def __str__(self) -> str:
-        return "x".join(f"{axis}{getattr(self, axis)}" for axis in self.order)
+        return self.to_text()
+
+    def to_text(self) -> str:
+        """A drawing with the ranks of every branch, cut short where there are many."""
+        axes = [axis for axis in self.order if getattr(self, axis) > 1] or [self.order[-1]]
+        grid = np.arange(self.world_size).reshape([getattr(self, axis) for axis in axes])
+        count = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return "\n".join([f"{self}: {count}", *_branches(axes, grid)])
+
+
+def broadcast_dims(broadcast: str | Sequence[str]) -> tuple[str, ...]:
+    """The axes of a broadcast, each once, innermost first whatever order they were named in."""
+    dims = (broadcast,) if isinstance(broadcast, str) else tuple(broadcast)
+    unknown = [dim for dim in dims if dim not in BROADCASTS]
+    if unknown:
+        raise JobError([f"unknown broadcast axis {unknown[0]!r}; known: {', '.join(BROADCASTS)}"], "place")
+    return tuple(dim for dim in BROADCASTS if dim in dims)
+
+
+def _mesh_of(mesh: Any) -> tuple[tuple[str, ...], np.ndarray]:
+    """Names of a device mesh's dimensions and its ranks, or what is wrong with them."""
+    names = getattr(mesh, "mesh_dim_names", None)
+    if not names:
+        raise JobError([f"the mesh has no names for its dimensions; give mesh_dim_names, of {', '.join(MESH_DIMS)}"], "from_device_mesh")
+    unknown = [str(name) for name in names if name not in MESH_DIMS]
+    if unknown:
+        raise JobError([f"unknown mesh dimension {unknown[0]!r}; known: {', '.join(MESH_DIMS)}"], "from_device_mesh")
+    if getattr(mesh, "mesh", None) is not None:
+        ranks = np.asarray(mesh.mesh)
+    else:
+        shape = tuple(mesh.shape) if hasattr(mesh, "shape") else tuple(mesh.size(i) for i in range(len(names)))
+        ranks = np.arange(math.prod(shape)).reshape(shape)
+    if ranks.ndim != len(names) or len(set(names)) != len(names):
+        raise JobError([f"{len(names)} names {tuple(names)} for a mesh of shape {ranks.shape}"], "from_device_mesh")
+    if not np.array_equal(np.sort(ranks, axis=None), np.arange(ranks.size)):
+        raise JobError(
+            [f"wanted the mesh of the whole job, ranks 0 to {ranks.size - 1}, found ranks {_ranks(ranks.ravel())}"], "from_device_mesh"
+        )
+    return tuple(names), ranks
+
+
+def _branches(axes: Sequence[str], grid: np.ndarray, indent: str = "") -> list[str]:
+    """Lines of a tree: a branch per position on the first axis; the last two axes share a line."""
+    axis, n = axes[0], len(grid)
+    if len(axes) == 1:
+        return [f"{indent}└─ {_leaf(axis, grid)}"]
+    lines = []
+    for i in range(min(n, SHOWN)):
+        last = i == n - 1
+        lines.append(f"{indent}{'└─' if last else '├─'} {axis} {i}" + (f", {_leaf(axes[1], grid[i])}" if len(axes) == 2 else ""))
+        if len(axes) > 2:
+            lines += _branches(axes[1:], grid[i], indent + ("   " if last else "│  "))
+    if n > SHOWN:
+        lines.append(f"{indent}└─ ... {n - SHOWN} more {axis}, ranks {_ranks(np.sort(grid[SHOWN:], axis=None))}")
+    return lines
+
+
+def _leaf(axis: str, ranks: np.ndarray) -> str:
+    return f"{axis} 0: rank {ranks[0]}" if len(ranks) == 1 else f"{axis} 0-{len(ranks) - 1}: ranks {_ranks(ranks)}"
+
+
+def _ranks(ranks: np.ndarray) -> str:
+    """0-7 where they follow each other, else the first ones and the last."""
+    found = [int(r) for r in ranks]
+    if len(found) > 1 and found == list(range(found[0], found[-1] + 1)):
+        return f"{found[0]}-{found[-1]}"
+    return " ".join(map(str, found)) if len(found) <= SHOWN else f"{' '.join(map(str, found[: SHOWN - 1]))} ... {found[-1]}"

@@ -5,30 +5,31 @@ A plan is a value: it can be validated, digested, printed, sent and replayed. It
 
 from __future__ import annotations
 
-import json
-import operator
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.errors import PlanError
+from overlord.errors import JobError, PlanError
 from overlord.hashing import digest
+from overlord.placetree import ClientPlaceTree, broadcast_dims
 from overlord.sample import SampleId
 
-MAGIC = b"OVPL\x01"
-DTYPES = frozenset({"<i4", "<i8", "<u4", "<u8", "<f8"})
+if TYPE_CHECKING:
+    from overlord.planner.routes import Routes
+
 SAMPLE_COLUMNS = ("source", "epoch", "file", "row", "part", "tokens", "substep")
 ITEM_COLUMNS = ("sample", "bucket", "microbatch", "slot", "size", "cost")
+OPTIONAL_COLUMNS = ("memory", "out", "offset")  # of items; None where absent
+MAX_BINS = 2**26  # microbatches over all buckets: far above any mesh, far below what would exhaust memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assignment:
     """Where the items of one module (backbone, encoder) go. Item i belongs to sample ``sample[i]`` of the plan."""
 
-    axis: str  # "DP", "CP", "WORLD"
+    axis: str  # whose buckets: "DP", "CP", "WORLD", "PP", "TP"
     n_buckets: int
     n_microbatches: int
     sample: np.ndarray  # int64: row of the plan's sample columns
@@ -39,6 +40,10 @@ class Assignment:
     cost: np.ndarray  # float64
     capacity: int = 0  # tokens of one microbatch; 0: none
     broadcast: tuple[str, ...] = ()  # axes along which the trainer broadcasts: one rank of each group fetches
+    memory: np.ndarray | None = None  # float64: what an item takes of memory_capacity; None: only tokens count
+    memory_capacity: float = 0.0  # of one microbatch, in the unit of ``memory``; 0: none
+    out: np.ndarray | None = None  # int64: tokens of the backbone that an item of an encoder becomes
+    offset: np.ndarray | None = None  # int64: where in its sample's tokens those begin
 
     def order(self) -> np.ndarray:
         """Items sorted by (bucket, microbatch, slot): the way a constructor walks them. Slots are dense, so nothing is sorted."""
@@ -67,6 +72,7 @@ class LoadingPlan:
     tokens: np.ndarray  # int64
     modules: Mapping[str, Assignment]
     substep: np.ndarray | None = None
+    place: ClientPlaceTree | None = None  # the mesh it was placed on; None: a plan made by hand
     extra: Mapping[str, Any] = field(default_factory=dict)  # JSON values for people (strategy name, wanted weights)
 
     def __len__(self) -> int:
@@ -91,14 +97,25 @@ class LoadingPlan:
         return SampleId(self.names[int(self.source[i])], int(self.epoch[i]), int(self.file[i]), int(self.row[i]), int(self.part[i]))
 
     def validate(self) -> LoadingPlan:
-        """Every sample in exactly one slot of the backbone, slots dense, capacity kept; returns itself."""
+        """Every sample in exactly one slot of the backbone, slots dense, capacities kept, every rank served; returns itself."""
         if "backbone" not in self.modules:
             raise PlanError("no module 'backbone'", self.step, "end the strategy with .plan()")
         n = len(self)
-        if any(len(getattr(self, column)) != n for column in ("epoch", "file", "row", "part", "tokens")):
+        columns = [self.epoch, self.file, self.row, self.part, self.tokens, *([] if self.substep is None else [self.substep])]
+        if any(column.shape != (n,) for column in columns):
             raise PlanError("the sample columns differ in length", self.step)
+        if n and not 0 <= int(self.source.min()) <= int(self.source.max()) < len(self.names):
+            raise PlanError(f"source outside 0..{len(self.names) - 1}", self.step)
         for name, a in self.modules.items():
-            self._validate_module(name, a)
+            self._validate_columns(name, a)
+            self._validate_served(name, a)
+            bins = a.bins()
+            self._validate_capacity(name, a, bins, "tokens", a.size, a.capacity)
+            if a.memory is not None:
+                # Sums of real numbers differ by the order of addition; the last digits decide nothing about memory.
+                self._validate_capacity(name, a, bins, "memory", a.memory, a.memory_capacity * (1 + 1e-9))
+            self._validate_slots(name, a, bins)
+            self._validate_placeholders(name, a)
         main = self.main
         if len(main.sample) != n or not np.array_equal(np.bincount(main.sample, minlength=n), np.ones(n, np.int64)):
             raise PlanError(
@@ -106,57 +123,147 @@ class LoadingPlan:
             )
         return self
 
-    def _validate_module(self, name: str, a: Assignment) -> None:
+    def _validate_columns(self, name: str, a: Assignment) -> None:
         columns = {label: getattr(a, label) for label in ITEM_COLUMNS}
+        columns |= {label: getattr(a, label) for label in OPTIONAL_COLUMNS if getattr(a, label) is not None}
         if a.n_buckets < 1 or a.n_microbatches < 1 or len({column.shape for column in columns.values()}) > 1:
             raise PlanError(f"module {name!r}: no buckets, no microbatches, or columns of different length", self.step)
+        if a.n_buckets * a.n_microbatches > MAX_BINS:
+            raise PlanError(f"module {name!r}: {a.n_buckets} buckets of {a.n_microbatches} microbatches are too many", self.step)
         for label, column in columns.items():
-            if label != "cost" and column.dtype.kind not in "iu":
+            if label not in ("cost", "memory") and column.dtype.kind not in "iu":
                 raise PlanError(f"module {name!r}: wanted whole numbers in {label}, found {column.dtype}", self.step)
+            top = np.inf if label in ("cost", "memory") else 2.0**53  # sums of whole numbers must not wrap round
+            if label not in ("sample", "bucket", "microbatch", "slot") and len(column) and not 0 <= column.min() <= column.max() < top:
+                raise PlanError(f"module {name!r}: {label} has a number that is negative, infinite or none at all", self.step)
         for label, column, bound in (
             ("bucket", a.bucket, a.n_buckets), ("microbatch", a.microbatch, a.n_microbatches), ("sample", a.sample, len(self)),
         ):  # fmt: skip
             if len(column) and (int(column.min()) < 0 or int(column.max()) >= bound):
                 raise PlanError(f"module {name!r}: {label} outside 0..{bound - 1}", self.step)
-        n_bins = a.n_buckets * a.n_microbatches
-        flat = a.bins()
-        if a.capacity and len(flat):
-            load = np.bincount(flat, weights=a.size, minlength=n_bins)
-            if load.max() > a.capacity:
-                worst = int(load.argmax())
-                raise PlanError(
-                    f"module {name!r}: microbatch {worst % a.n_microbatches} of bucket {worst // a.n_microbatches} holds "
-                    f"{int(load[worst])} tokens, more than its capacity of {a.capacity}", self.step,
-                )  # fmt: skip
-        # Slots are dense when the slot numbers of each bin sum to n(n-1)/2, none reaches its bin's count, and none stands twice.
-        counts = np.bincount(flat, minlength=n_bins)
-        starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
-        place = starts[flat] + a.slot
-        if len(flat) and (a.slot.min() < 0 or (a.slot >= counts[flat]).any() or np.bincount(place, minlength=len(flat)).max() > 1):
+
+    def _validate_served(self, name: str, a: Assignment) -> None:
+        """Each rank is in one bucket of its axis and has one fetcher along the broadcasts: that is how a tree is made. What
+        can be wrong is that the plan was made for another tree, or for axes that are none."""
+        try:
+            broadcast_dims(a.broadcast)
+            wanted = a.n_buckets if self.place is None else self.place.n_buckets(a.axis)
+        except JobError as e:
+            raise PlanError(f"module {name!r}: {e.problems[0]}", self.step) from None
+        if a.n_buckets != wanted:
+            raise PlanError(
+                f"module {name!r}: {a.n_buckets} buckets, but {self.place} has {wanted} along {a.axis}, so some rank is not served",
+                self.step, f'call .distribute("{a.axis}") with the place the strategy is given',
+            )  # fmt: skip
+
+    def _validate_capacity(self, name: str, a: Assignment, bins: np.ndarray, what: str, load: np.ndarray, capacity: float) -> None:
+        if not capacity or not len(bins):
+            return
+        held = np.bincount(bins, weights=load, minlength=a.n_buckets * a.n_microbatches)
+        if held.max() > capacity:
+            worst = int(held.argmax())
+            raise PlanError(
+                f"module {name!r}: microbatch {worst % a.n_microbatches} of bucket {worst // a.n_microbatches} holds "
+                f"{held[worst]:.12g} {'tokens' if what == 'tokens' else 'of memory'}, more than its capacity of {capacity:.12g}", self.step,
+            )  # fmt: skip
+
+    def _validate_slots(self, name: str, a: Assignment, bins: np.ndarray) -> None:
+        # Slots are dense when none reaches its bin's count and none stands twice.
+        counts = np.bincount(bins, minlength=a.n_buckets * a.n_microbatches)
+        place = (np.cumsum(counts) - counts)[bins] + a.slot
+        if len(bins) and (a.slot.min() < 0 or (a.slot >= counts[bins]).any() or np.bincount(place, minlength=len(bins)).max() > 1):
             raise PlanError(f"module {name!r}: two items share a slot, or a slot is left empty", self.step)
 
+    def _validate_placeholders(self, name: str, a: Assignment) -> None:
+        """What an item becomes stands in its own document, and no two items on one token: none is encoded twice."""
+        if (a.out is None) != (a.offset is None):
+            raise PlanError(f"module {name!r}: out and offset go together", self.step)
+        if a.out is None or a.offset is None or not len(a.out):
+            return
+        end = a.offset + a.out
+        if (end > self.tokens[a.sample]).any():
+            i = int((end > self.tokens[a.sample]).argmax())
+            raise PlanError(
+                f"module {name!r}: item {i} ends at token {end[i]} of sample {self.sample_id(int(a.sample[i]))}, which has "
+                f"{self.tokens[a.sample[i]]}", self.step,
+            )  # fmt: skip
+        sends = a.out > 0
+        sample, offset, end = a.sample[sends], a.offset[sends], end[sends]
+        if ((sample[1:] < sample[:-1]) | ((sample[1:] == sample[:-1]) & (offset[1:] < offset[:-1]))).any():
+            order = np.lexsort((offset, sample))
+            sample, offset, end = sample[order], offset[order], end[order]
+        shared = (sample[1:] == sample[:-1]) & (offset[1:] < end[:-1])
+        if shared.any():
+            i = int(sample[int(shared.argmax())])
+            raise PlanError(f"module {name!r}: two items of sample {self.sample_id(i)} stand on the same token", self.step)
+
+    def routes(self, module: str = "encoder") -> Routes:
+        """Which rank encodes which item, and all that one exchange of the outputs needs, for every rank."""
+        from overlord.planner.routes import make_routes
+
+        return make_routes(self, module)
+
     def digest(self) -> str:
-        """Equal plans, equal digest, on every machine."""
+        """Equal deliveries, equal digest, on every machine. A broadcast along an axis of one rank changes none."""
         parts: list[str | np.ndarray] = [str(self.step), "\x1f".join(self.names)]
         parts += [self.source, self.epoch, self.file, self.row, self.part, self.tokens]
         for name, a in sorted(self.modules.items()):
             parts += [name, a.axis, f"{a.n_buckets}x{a.n_microbatches}", a.sample, a.bucket, a.microbatch, a.slot]
+            for label in ("out", "offset"):
+                if (column := getattr(a, label)) is not None:
+                    parts += [label, column]
+            dims = [d for d in broadcast_dims(a.broadcast) if self.place is None or getattr(self.place, d.lower()) > 1]
+            parts += [f"broadcast {','.join(dims)}"] if dims else []
+        if self.place is not None and self.place.world_size > self.place.dp:
+            parts.append(f"place {self.place}")  # else the number of buckets says it all
         return digest(*parts)
 
+    # who fetches
+
+    def fetchers(self, module: str = "backbone") -> list[int]:
+        """Ranks that take this module's microbatches from the loader; the others are served by the trainer's broadcasts."""
+        return self._tree().fetchers(self.modules[module].broadcast)
+
+    def served_by(self, module: str = "backbone") -> np.ndarray:
+        """For every rank the one that fetches for it, itself where it fetches: int64 [world_size]."""
+        return self._tree().served_by(self.modules[module].broadcast)
+
+    def fetches(self, rank: int, module: str = "backbone") -> list[int]:
+        """Buckets whose microbatches a rank fetches: its own and those of the ranks it serves; none if it is served."""
+        buckets = self._tree().bucket_of(self.modules[module].axis)
+        return sorted(set(buckets[self.served_by(module) == rank].tolist()))
+
+    def _tree(self) -> ClientPlaceTree:
+        if self.place is None:
+            raise PlanError("the plan was made by hand and knows no place", self.step, "give LoadingPlan(place=...)")
+        return self.place
+
+    # how good it is
+
     def imbalance(self, module: str = "backbone") -> dict[str, float]:
-        """``bucket``: max over mean of total cost by bucket; ``microbatch``: sum over slots of the max over the mean;
-        ``bound``: what no placement can pass, the dearest single sample over the mean bucket."""
-        a = self.modules[module]
+        """Over the mean bucket's cost: ``bucket``, the dearest bucket, and ``microbatch``, the dearest of each slot summed;
+        ``bound`` and ``slot_bound`` are what no placement of these samples can pass."""
+        from overlord.plansummary import bounds
+
         loads = self.loads(module)
         total = float(loads.sum())
         if total <= 0:
-            return {"bucket": 1.0, "microbatch": 1.0, "bound": 1.0}
-        mean = total / a.n_buckets
-        return {
-            "bucket": float(loads.sum(axis=1).max()) / mean,
-            "microbatch": float(loads.max(axis=0).sum()) / mean,
-            "bound": max(1.0, float(a.cost.max()) / mean),
-        }
+            return {"bucket": 1.0, "microbatch": 1.0, "bound": 1.0, "slot_bound": 1.0}
+        mean = total / len(loads)
+        found = {"bucket": float(loads.sum(axis=1).max()) / mean, "microbatch": float(loads.max(axis=0).sum()) / mean}
+        return found | dict(zip(("bound", "slot_bound"), bounds(self.modules[module]), strict=True))
+
+    def summary(self) -> dict[str, Any]:
+        """What a person asks of a plan, as plain values: balance beside its bound, predicted time, peak, fill, mixture."""
+        from overlord.plansummary import summary
+
+        return summary(self)
+
+    def to_json(self, samples: bool = True) -> str:
+        """The summary as JSON for people; with ``samples``, every sample and where it went."""
+        from overlord.plansummary import to_json
+
+        return to_json(self, samples)
 
     def loads(self, module: str = "backbone") -> np.ndarray:
         """Cost by [bucket, microbatch]."""
@@ -189,63 +296,13 @@ class LoadingPlan:
 
     def to_bytes(self) -> bytes:
         """A small binary form without pickle: a JSON header, then raw little-endian columns."""
-        columns: list[np.ndarray] = []
+        from overlord import planbytes  # it needs the classes of this file
 
-        def put(array: np.ndarray | None) -> list[Any] | None:
-            if array is None:
-                return None
-            array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-            columns.append(array)
-            return [array.dtype.str, len(array)]
-
-        head: dict[str, Any] = {"step": self.step, "names": list(self.names), "extra": dict(self.extra)}
-        head["columns"] = {n: put(getattr(self, n)) for n in SAMPLE_COLUMNS}
-        head["modules"] = {
-            name: {n: getattr(a, n) for n in ("axis", "n_buckets", "n_microbatches", "capacity")} | {"broadcast": list(a.broadcast)}
-            | {"columns": {n: put(getattr(a, n)) for n in ITEM_COLUMNS}}
-            for name, a in self.modules.items()
-        }  # fmt: skip
-        text = json.dumps(head).encode()
-        return MAGIC + struct.pack("<Q", len(text)) + text + b"".join(c.tobytes() for c in columns)
+        return planbytes.write(self)
 
     @staticmethod
     def from_bytes(data: bytes) -> LoadingPlan:
         """What ``to_bytes`` wrote. Bytes are never trusted: whatever is wrong with them is a ``PlanError``."""
-        if data[: len(MAGIC)] != MAGIC:
-            raise PlanError(f"these {len(data)} bytes are no plan: they do not start with {MAGIC!r}")
-        try:
-            return _read(data)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, struct.error) as e:
-            raise PlanError(f"the bytes of a plan are damaged: {type(e).__name__}: {e}", remedy="the file is cut or damaged") from e
+        from overlord import planbytes
 
-
-def _read(data: bytes) -> LoadingPlan:
-    (size,) = struct.unpack_from("<Q", data, len(MAGIC))
-    at = len(MAGIC) + 8 + size
-    head = json.loads(data[len(MAGIC) + 8 : at])
-
-    def get(spec: list[Any] | None) -> np.ndarray | None:
-        nonlocal at
-        if spec is None:
-            return None
-        kind, count = spec
-        if kind not in DTYPES or not isinstance(count, int) or count < 0:
-            raise ValueError(f"a column of {count!r} {kind!r}")
-        array = np.frombuffer(data, kind, count, at) if count else np.zeros(0, kind)
-        at += array.nbytes
-        return array
-
-    columns: dict[str, Any] = {n: get(head["columns"][n]) for n in SAMPLE_COLUMNS}
-    modules = {}
-    for name, m in head["modules"].items():
-        cols: dict[str, Any] = {n: get(m["columns"][n]) for n in ITEM_COLUMNS}
-        if any(c is None for c in cols.values()):
-            raise ValueError(f"module {name!r} lacks a column")
-        counts: dict[str, Any] = {n: operator.index(m[n]) for n in ("n_buckets", "n_microbatches", "capacity")}
-        modules[str(name)] = Assignment(axis=str(m["axis"]), broadcast=tuple(str(b) for b in m["broadcast"]), **counts, **cols)
-    if at != len(data):
-        raise ValueError(f"{len(data)} bytes where the header tells of {at}")
-    if any(columns[n] is None for n in SAMPLE_COLUMNS if n != "substep"):
-        raise ValueError("a sample column is missing")
-    names = tuple(str(n) for n in head["names"])
-    return LoadingPlan(step=operator.index(head["step"]), names=names, extra=dict(head["extra"]), modules=modules, **columns)
+        return planbytes.read(data)

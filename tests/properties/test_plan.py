@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +15,9 @@ from hypothesis import strategies as st
 from overlord.errors import JobError, PlanError
 from overlord.job import Batch
 from overlord.placetree import ClientPlaceTree
-from overlord.plan import MAGIC, LoadingPlan
+from overlord.plan import LoadingPlan
+from overlord.planbytes import MAGIC
+from overlord.planner.dgraph import DGraph
 from overlord.planner.strategy import STRATEGIES, resolve
 from overlord.sample import Buffer
 
@@ -30,7 +34,8 @@ steps = st.builds(
     drawn, st.lists(st.integers(1, CONTEXT), max_size=120), microbatches=st.integers(1, 4), pad_multiple=st.sampled_from([1, 8])
 )
 places = st.builds(ClientPlaceTree, dp=st.sampled_from([1, 2, 5, 40]), cp=st.sampled_from([1, 2]), tp=st.sampled_from([1, 2]))
-names = st.sampled_from(sorted(STRATEGIES))
+TEXT = ("vanilla", "packed", "llm_balance", "backbone_balance")  # those for images: test_routes.py
+names = st.sampled_from(TEXT)
 
 
 @given(steps, places, names)
@@ -98,13 +103,34 @@ def test_backbone_balance_keeps_stream_order_inside_a_bucket(buffer: Buffer, dp:
 def test_balance_beats_stream_order_on_skewed_lengths() -> None:
     rng = np.random.default_rng(3)
     lengths = np.clip(rng.lognormal(2.0, 1.0, 16 * 40), 1, CONTEXT).astype(int).tolist()
-    found = {name: fn(drawn(lengths), ClientPlaceTree(dp=40)).imbalance()["bucket"] for name, fn in STRATEGIES.items()}
+    found = {name: fn(drawn(lengths), ClientPlaceTree(dp=40)).imbalance()["bucket"] for name, fn in ((n, STRATEGIES[n]) for n in TEXT)}
     assert found["llm_balance"] <= found["backbone_balance"] + 0.01 < found["packed"] < found["vanilla"]
     assert found["llm_balance"] < 1.02
 
 
 SMALL = resolve("llm_balance")(drawn([5, 9, 60, 33, 2]), ClientPlaceTree(dp=2))
-BYTES = SMALL.to_bytes()
+FULL = replace(  # every optional column
+    SMALL, place=ClientPlaceTree(dp=2, cp=2, tp=2, order=("dp", "pp", "cp", "tp")),
+    modules={"backbone": replace(
+        SMALL.main, broadcast=("TP", "CP"), memory=SMALL.main.cost / 2, memory_capacity=float(SMALL.main.cost.sum()),
+        out=SMALL.main.size // 2, offset=SMALL.main.size * 0,
+    )},
+)  # fmt: skip
+BYTES = FULL.validate().to_bytes()
+
+
+def test_optional_columns_survive_bytes() -> None:
+    back = LoadingPlan.from_bytes(BYTES).validate()
+    assert (back.place, back.digest(), back.to_bytes()) == (FULL.place, FULL.digest(), BYTES)
+    for name in ("memory", "out", "offset"):
+        assert getattr(back.main, name).tolist() == getattr(FULL.main, name).tolist()
+        assert getattr(LoadingPlan.from_bytes(SMALL.to_bytes()).main, name) is None
+    assert (back.main.memory_capacity, back.main.broadcast) == (FULL.main.memory_capacity, ("TP", "CP"))
+
+
+def test_bytes_stay_small() -> None:
+    plan = resolve("vanilla")(drawn([9] * 2000), ClientPlaceTree(dp=4))
+    assert len(plan.to_bytes()) < 2000 * 80 + 2000
 
 
 def test_bytes_that_end_early_are_refused_wherever_they_end() -> None:
@@ -140,8 +166,29 @@ def test_deeply_nested_and_object_columns_are_refused() -> None:
             LoadingPlan.from_bytes(BYTES.replace(b'"<f8"', kind))
 
 
+@pytest.mark.parametrize(
+    ("said", "instead"),
+    [
+        (b'"n_buckets": 2', b'"n_buckets": 2000000000000'),  # would allocate terabytes
+        (b'"n_microbatches": 1', b'"n_microbatches": 0'),
+        (b'"dp": 2', b'"dp": -2'),
+        (b'"dp": 2', b'"ep": 2'),
+        (b'"order": ["dp"', b'"order": ["tp"'),
+        (b'"memory_capacity": ', b'"memory_capacity": Infinity, "x": '),
+        (b'"broadcast": ["TP", "CP"]', b'"broadcast": 7'),
+    ],
+)
+def test_a_header_that_lies_is_refused(said: bytes, instead: bytes) -> None:
+    assert BYTES.count(said) == 1
+    start = len(MAGIC) + 8
+    head = BYTES[start : start + int.from_bytes(BYTES[len(MAGIC) : start], "little")]
+    lying = head.replace(said, instead)
+    with pytest.raises(PlanError, match="damaged"):
+        LoadingPlan.from_bytes(MAGIC + len(lying).to_bytes(8, "little") + lying + BYTES[start + len(head) :])
+
+
 def broken(**changes) -> LoadingPlan:
-    return replace(SMALL, modules={"backbone": replace(SMALL.main, **changes)})
+    return replace(SMALL, place=ClientPlaceTree(dp=2, tp=2), modules={"backbone": replace(SMALL.main, **changes)})
 
 
 @pytest.mark.parametrize(
@@ -156,6 +203,15 @@ def broken(**changes) -> LoadingPlan:
         ({"capacity": 40}, "more than its capacity of 40"),
         ({"slot": SMALL.main.slot[:2]}, "different length"),
         ({"bucket": SMALL.main.bucket.astype(float)}, "wanted whole numbers in bucket"),
+        ({"memory": np.full(5, 3.0), "memory_capacity": 8.0}, "of memory, more than its capacity of 8"),
+        ({"memory": np.full(4, 3.0)}, "different length"),
+        ({"memory": np.array([1, 2, np.nan, 4, 5])}, "memory has a number that is negative, infinite or none at all"),
+        ({"cost": np.array([1, 2, -3.0, 4, 5])}, "cost has a number that is negative"),
+        ({"out": np.full(5, 0.5)}, "wanted whole numbers in out"),
+        ({"broadcast": ("EP",)}, "unknown broadcast axis 'EP'"),
+        ({"axis": "EP"}, "unknown axis 'EP'"),
+        ({"axis": "WORLD"}, "2 buckets, but pp1xdp2xcp1xtp2 has 4 along WORLD, so some rank is not served"),
+        ({"n_microbatches": 2**40}, "too many"),
     ],
 )
 def test_a_plan_that_breaks_a_rule_is_refused(changes, said: str) -> None:
@@ -169,6 +225,99 @@ def test_a_plan_tells_its_imbalance_and_prints_as_a_table() -> None:
     assert SMALL.imbalance()["bound"] == pytest.approx(max(1.0, SMALL.main.cost.max() / loads.mean()))
     assert SMALL.fill() == pytest.approx(109 / (64 * 2 * SMALL.n_microbatches))
     assert len(SMALL.to_table().splitlines()) == 2 + 2
+
+
+def best(costs: list[float], d: int) -> float:
+    """The lightest dearest bucket over all placements."""
+    placements = itertools.product(range(d), repeat=len(costs))
+    return min(max(sum(c for c, b in zip(costs, where, strict=True) if b == k) for k in range(d)) for where in placements)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 3))
+def test_no_placement_passes_the_bound(costs: list[int], d: int) -> None:
+    plan = resolve("llm_balance")(drawn(costs, sources=1), ClientPlaceTree(dp=d))
+    plan = replace(plan, modules={"backbone": replace(plan.main, cost=np.array(costs, float))})
+    found, mean = plan.imbalance(), sum(costs) / d
+    assert max(1, max(costs) / mean) <= found["bound"] + 1e-9 <= best([float(c) for c in costs], d) / mean + 2e-9
+    assert found["bound"] <= found["slot_bound"] + 1e-9
+    assert found["slot_bound"] <= found["microbatch"] + 1e-9
+
+
+def test_the_bound_sees_more_than_the_dearest_sample() -> None:
+    plan = resolve("llm_balance")(drawn([30, 30, 30], sources=1), ClientPlaceTree(dp=2))
+    two = replace(plan, modules={"backbone": replace(plan.main, cost=np.full(3, 1.0))}).imbalance()
+    assert (two["bound"], two["bucket"]) == (pytest.approx(4 / 3), pytest.approx(4 / 3))
+
+
+def test_the_slot_bound_sees_samples_that_cannot_share_a_microbatch() -> None:
+    """Three long ones of which two fit into a slot, and short ones that cost nothing: the third long one needs a slot of its own."""
+    plan = resolve("llm_balance")(drawn([60, 60, 60, 2, 2], sources=1), ClientPlaceTree(dp=2))
+    plan = replace(plan, modules={"backbone": replace(plan.main, cost=np.array([6.0, 5.0, 4.0, 0.0, 0.0]))})
+    assert plan.imbalance()["slot_bound"] == pytest.approx((6 + 4) / 7.5)
+    assert plan.imbalance()["bound"] == pytest.approx((5 + 4) / 7.5)
+
+
+def test_a_summary_tells_balance_time_peak_and_mixture() -> None:
+    plan = replace(
+        FULL, extra={"weights": {"s0": 3.0, "s1": 1.0, "s2": 0.0}, "unit": {"backbone": "s"}},
+        modules={"backbone": replace(FULL.main, memory=None, memory_capacity=0.0)},
+    )  # fmt: skip
+    found, loads = plan.summary(), plan.loads()
+    module = found["modules"]["backbone"]
+    assert (found["samples"], found["tokens"], found["place"]) == (5, 109, "dp2xpp1xcp2xtp2")
+    assert module["predicted"] == {"unit": "s", "iteration": loads.sum(axis=1).max(), "microbatch": loads.max(axis=0).sum()}
+    assert module["imbalance"] == plan.imbalance()
+    assert max(module["by_bucket"]) == pytest.approx(plan.imbalance()["bucket"])
+    assert len(module["by_slot"]) == plan.n_microbatches
+    assert (module["fetchers"], module["broadcast"]) == ([0, 4], ["TP", "CP"])
+    assert found["sources"]["s0"] == {
+        "wanted": 0.75, "samples": 2, "samples_share": 0.4, "tokens": 5 + 33, "tokens_share": pytest.approx(38 / 109),
+    }  # fmt: skip
+    first = module["peak"]["first_out_of_memory"]
+    fullest = max(module["peak"]["tokens_by_bucket"])
+    assert (first["by"], first["holds"], first["capacity"]) == ("tokens", fullest, CONTEXT)
+    assert module["peak"]["tokens_per_rank"] == -(-fullest // 2), "a replica's microbatch is cut along cp"
+    assert first["largest_sample"] == "s2/e0/f0/r0"
+    assert replace(SMALL, extra={}).summary()["modules"]["backbone"]["predicted"]["unit"] == "cost"
+
+
+def test_memory_decides_what_runs_out_first_where_it_is_known() -> None:
+    memory = np.where(SMALL.tokens == 2, 50.0, 1.0)[SMALL.main.sample]
+    plan = replace(SMALL, modules={"backbone": replace(SMALL.main, memory=memory, memory_capacity=64.0)}).validate()
+    first = plan.summary()["modules"]["backbone"]["peak"]["first_out_of_memory"]
+    assert (first["by"], first["of_it"], first["capacity"]) == ("memory", 50.0, 64.0)
+    assert plan.sample_id(int(np.flatnonzero(plan.tokens == 2)[0])).__str__() == first["largest_sample"]
+
+
+def test_the_unit_of_a_cost_is_carried() -> None:
+    class Seconds:
+        unit = "s"
+
+        def __call__(self, columns):
+            return columns["tokens"] * 1e-6
+
+    graph = DGraph.from_buffer(drawn([5, 9]), ClientPlaceTree(dp=2)).mix().distribute("DP").cost(Seconds()).balance("greedy")
+    found = LoadingPlan.from_bytes(graph.plan().to_bytes()).summary()["modules"]["backbone"]["predicted"]
+    assert (found["unit"], found["iteration"]) == ("s", pytest.approx(9e-6))
+
+
+def test_json_names_every_sample_once_in_the_order_of_the_slots() -> None:
+    found = json.loads(SMALL.to_json())
+    placed = found["placed"]["backbone"]
+    assert sorted(p["sample"] for p in placed) == sorted(str(SMALL.sample_id(i)) for i in range(5))
+    assert [(p["bucket"], p["microbatch"], p["slot"]) for p in placed] == sorted((p["bucket"], p["microbatch"], p["slot"]) for p in placed)
+    assert "placed" not in json.loads(SMALL.to_json(samples=False))
+
+
+def test_a_plan_without_samples_has_a_summary_too() -> None:
+    plan = resolve("vanilla")(drawn([]), ClientPlaceTree(dp=2))
+    assert json.loads(plan.to_json())["modules"]["backbone"]["imbalance"]["bucket"] == 1.0
+
+
+def test_a_plan_made_by_hand_cannot_say_who_fetches() -> None:
+    with pytest.raises(PlanError, match="knows no place"):
+        replace(SMALL, place=None).fetchers()
 
 
 def test_strategies_are_found_by_name_or_given_as_functions() -> None:

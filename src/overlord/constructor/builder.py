@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
 from overlord.constructor.microbatch import build, fresh
+from overlord.hooks import Assembly, Hook, assembled_by
 from overlord.job import Batch
 from overlord.messages import Stage
-from overlord.plan import LoadingPlan
+from overlord.plan import Assignment, LoadingPlan
 from overlord.sample import Ragged
 
 
@@ -37,25 +40,46 @@ class Bucket:
 
 
 def build_buckets(
-    staged: StagedStep, buckets: Sequence[int], batch: Batch, multiple: int, slab: Callable[[int], np.ndarray] = fresh
+    staged: StagedStep,
+    buckets: Sequence[int],
+    batch: Batch,
+    multiple: int,
+    slab: Callable[[int], np.ndarray] = fresh,
+    hooks: Sequence[Hook] = (),
 ) -> list[Bucket]:
     """Gather the documents of some buckets and cut their microbatches: one gather for all, since small ones cost more apart."""
-    main = staged.plan.main
-    m = main.n_microbatches
+    m = staged.plan.main.n_microbatches
+    rows, place = _walk(staged.plan.main, buckets)
+    bounds = np.searchsorted(place, np.arange(m * len(buckets) + 1))
+    cuts = [bounds[k * m : (k + 1) * m + 1] for k in range(len(buckets))]
+
+    def cut_microbatches(a: int, b: int, first: int, n: int) -> list[dict[str, np.ndarray]]:
+        """Microbatches first to first + n, whose documents are rows a to b."""
+        docs, offsets = staged.stage.doc[rows[a:b]], staged.tokens.offsets
+        start, source = offsets[docs], staged.plan.source[rows[a:b]]
+        return build(staged.tokens.values, start, offsets[docs + 1] - start, place[a:b] - first, n, source, batch, multiple, slab)
+
+    if not hooks:
+        arrays = cut_microbatches(0, len(rows), 0, m * len(buckets))
+        return [Bucket(arrays[k * m : (k + 1) * m], rows, cut) for k, cut in enumerate(cuts)]
+    built = []
+    for k, (bucket, cut) in enumerate(zip(buckets, cuts, strict=True)):
+        assembly = Assembly(
+            step=staged.plan.step, bucket=bucket, batch=batch, plan=staged.plan, rows=tuple(rows[a:b] for a, b in pairwise(cut.tolist())),
+            gather=lambda rows: staged.tokens.take(staged.stage.doc[rows]), build=partial(cut_microbatches, cut[0], cut[-1], k * m, m),
+        )  # fmt: skip
+        built.append(Bucket(assembled_by(hooks, assembly), rows, cut))
+    return built
+
+
+def _walk(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Documents of these buckets in the order of their slots: rows of the plan, and the microbatch of each, counted over them."""
     number = np.full(main.n_buckets, -1)
     number[list(buckets)] = np.arange(len(buckets))
     order = main.order()
     order = order[number[main.bucket[order]] >= 0]
-    place = number[main.bucket[order]] * m + main.microbatch[order]
+    place = number[main.bucket[order]] * main.n_microbatches + main.microbatch[order]
     if len(buckets) > 1 and list(buckets) != sorted(buckets):
         sort = np.argsort(place, kind="stable")
         order, place = order[sort], place[sort]
-    rows = main.sample[order]
-    docs = staged.stage.doc[rows]
-    offsets = staged.tokens.offsets
-    start = offsets[docs]
-    arrays = build(
-        staged.tokens.values, start, offsets[docs + 1] - start, place, m * len(buckets), staged.plan.source[rows], batch, multiple, slab
-    )  # fmt: skip
-    bounds = np.searchsorted(place, np.arange(m * len(buckets) + 1))
-    return [Bucket(arrays[k * m : (k + 1) * m], rows, bounds[k * m : (k + 1) * m + 1]) for k in range(len(buckets))]
+    return main.sample[order], place

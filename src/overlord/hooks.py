@@ -1,0 +1,314 @@
+"""The low level: places where a function of yours stands in for a part of the package (the Overlord paper, section 4.2).
+
+    Job(strategy=ov.plan_raw(fn))                    the planner: where every sample goes, from raw arrays
+    session.summary_buffer()                         what the planner sees, to try things on
+    Job(hooks=[ov.loader_do_plan(fn)])               the loaders: the tokens of what a step takes from one source
+    Job(hooks=[ov.constructor_do_plan(fn)])          the constructors: the microbatches of one bucket
+
+All three shape what ranks receive, so they belong to the job and its fingerprint, by the text of the function. What they
+return is checked; an error in one ends the job at its step and names the function. They must be pure: equal input, equal
+output, whatever the thread, the machine and the step that ran before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from overlord.errors import JobError, PlanError
+from overlord.hashing import key64, keyed_hash
+from overlord.placetree import ClientPlaceTree
+from overlord.plan import LoadingPlan
+from overlord.sample import Buffer, Ragged, SampleId
+
+if TYPE_CHECKING:
+    from overlord.job import Batch
+
+IDS = ("source", "epoch", "file", "row", "part")
+LOADER, CONSTRUCTOR = "loader_do_plan", "constructor_do_plan"
+CONTRACT = {  # what every microbatch holds, of which type
+    "tokens": np.int64, "position_ids": np.int64, "labels": np.int64, "loss_mask": np.float32, "cu_seqlens": np.int32,
+    "cu_seqlens_padded": np.int32, "max_seqlen": np.int32, "source_ids": np.int32,
+}  # fmt: skip
+PER_TOKEN = ("tokens", "position_ids", "labels", "loss_mask", "attention_mask")
+
+RawFn = Callable[[dict[str, Any], ClientPlaceTree, "Batch", int], Mapping[str, Any]]
+
+
+# the planner
+
+
+def plan_raw(fn: RawFn, *, axis: str = "DP", broadcast: Sequence[str] = ("TP",)) -> RawPlan:
+    """A strategy from a function over raw arrays: ``fn(columns, place, batch, step) -> {"bucket": ..., "microbatch": ...}``.
+
+    It goes in as ``Job(strategy=ov.plan_raw(fn))`` and is called once per step. ``columns`` has a read-only array per column,
+    one row per drawn sample in the order of the draw: ``tokens`` and your metadata (a ``Ragged`` where a sample has several
+    values), the identity ``source`` (number in the job's order), ``epoch``, ``file``, ``row``, ``part``, and ``substep`` under
+    ``mix_every="microbatch"``. It returns a whole number per sample for ``bucket`` (0 to ``place.n_buckets(axis) - 1``) and
+    ``microbatch`` (as many as the highest says, ``batch.microbatches`` at least); optionally ``slot``, the place inside the
+    microbatch (default: the order of the draw), and ``cost`` (default: tokens), which only reports use.
+
+        def by_row(columns, place, batch, step):
+            return {"bucket": columns["row"] % place.dp, "microbatch": np.zeros(len(columns["row"]), int)}
+    """
+    return RawPlan(fn=_function(fn, "plan_raw"), axis=axis, broadcast=tuple(broadcast))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawPlan:
+    """What ``plan_raw`` gives: a strategy."""
+
+    fn: RawFn
+    axis: str
+    broadcast: tuple[str, ...]
+
+    @property
+    def __name__(self) -> str:
+        return f"plan_raw({_name(self.fn)})"
+
+    def __call__(self, buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
+        from overlord.planner.balance import Placement  # a job names hooks before anything is planned
+        from overlord.planner.dgraph import DGraph
+
+        columns: dict[str, Any] = {n: getattr(buffer, n) for n in IDS} | dict(buffer.meta)
+        if buffer.substep is not None:
+            columns["substep"] = buffer.substep
+        graph = DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute(self.axis)
+        said = self._checked(self.fn(columns, place, buffer.batch, buffer.step), buffer, place.n_buckets(self.axis))
+        if "cost" in said:
+            graph = graph.cost(lambda _: said["cost"])
+        graph.check_sizes(buffer.batch.context)
+        microbatches = max(buffer.batch.microbatches, int(said["microbatch"].max(initial=0)) + 1)
+        found = Placement(bucket=said["bucket"], microbatch=said["microbatch"], n_microbatches=microbatches, way="raw")
+        plan = graph.placed(found, self.__name__, buffer.batch.context).broadcast_at(*self.broadcast).plan()
+        if "slot" not in said:
+            return plan
+        return replace(plan, modules={"backbone": replace(plan.main, slot=said["slot"])}).validate()
+
+    def _checked(self, said: Any, buffer: Buffer, n_buckets: int) -> dict[str, np.ndarray]:
+        known = ("bucket", "microbatch", "slot", "cost")
+        keys = list(said) if isinstance(said, Mapping) else None
+        if keys is None or not {"bucket", "microbatch"} <= set(keys) or not set(keys) <= set(known):
+            found = type(said).__name__ if keys is None else f"keys {', '.join(map(str, keys))}"
+            remedy = f"return a mapping with bucket and microbatch; known: {', '.join(known)}"
+            raise PlanError(f"{self.__name__} returned {found}", buffer.step, remedy)
+        arrays = {key: np.asarray(said[key]) for key in keys}
+        for key, array in arrays.items():
+            kinds = "iuf" if key == "cost" else "iu"
+            if array.shape != (len(buffer),) or (array.dtype.kind not in kinds and len(buffer)):
+                wanted = f"{len(buffer)} {'numbers' if key == 'cost' else 'whole numbers'}"
+                raise PlanError(f"{self.__name__}: wanted {wanted} for {key}, found {array.dtype} {array.shape}", buffer.step)
+            top = n_buckets if key == "bucket" else 2**31
+            if key != "cost" and len(array) and not 0 <= int(array.min()) <= int(array.max()) < top:
+                raise PlanError(f"{self.__name__}: {key} is outside 0..{top - 1}", buffer.step)
+        return {key: array.astype(np.float64 if key == "cost" else np.int32) for key, array in arrays.items()}
+
+
+# loaders and constructors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hook:
+    """What ``loader_do_plan`` and ``constructor_do_plan`` give: an entry of ``Job(hooks=...)``."""
+
+    kind: str
+    fn: Callable[[Any], Any]
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.kind}({_name(self.fn)})"
+
+    def __call__(self, given: Any, step: int) -> Any:
+        try:
+            return self.fn(given)
+        except PlanError:
+            raise
+        except (Exception, SystemExit, GeneratorExit) as e:  # the user's code: whatever it raises ends the job at this step, by name
+            raise PlanError(f"{self.__name__} raised {type(e).__name__}: {e}", step, "mend the hook") from e
+
+
+def loader_do_plan(fn: Callable[[Popped], Ragged]) -> Hook:
+    """Replaces the tokens that loaders hand over: ``fn(samples: Popped) -> Ragged`` of the same row lengths.
+
+    It is called once per step and source with all the source's samples of the step, in the plan's order, whichever loaders held
+    them: so the number of loaders still does not show in the stream. Lengths are planned already and cannot change. Hooks run
+    in the order of ``Job.hooks``, before any constructor's, in a worker thread.
+
+        def hide_digits(samples):
+            if samples.source != "web":
+                return samples.tokens
+            return ov.Ragged(np.where(samples.tokens.values < 10, 0, samples.tokens.values), samples.tokens.offsets)
+    """
+    return Hook(kind=LOADER, fn=_function(fn, LOADER))
+
+
+def constructor_do_plan(fn: Callable[[Assembly], list[dict[str, np.ndarray]]]) -> Hook:
+    """Builds the microbatches of one bucket: ``fn(assembly: Assembly) -> list of dicts``, one per planned microbatch.
+
+    It is called once per step and bucket. Every dict must have the keys of the batch contract, of their types; more keys of
+    any name may stand beside them, as numpy arrays, and arrive in the trainer's ``Microbatch``. ``assembly.default()`` gives
+    what the package would build (read-only arrays: copy what you change), or what the hook before this one gave. A microbatch
+    may be empty: it has no documents, and one document of padding in the default.
+    ``Step.global_valid_tokens`` and ``Microbatch.samples`` keep telling of the plan: who strikes out more loss counts it itself.
+
+        def with_lengths(assembly):
+            return [mb | {"lengths": np.diff(mb["cu_seqlens"])} for mb in assembly.default()]
+    """
+    return Hook(kind=CONSTRUCTOR, fn=_function(fn, CONSTRUCTOR))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Popped:
+    """What one source gives to one step: ids and tokens of its samples, row by row, in the plan's order (that of the stream,
+    but where look-ahead chooses)."""
+
+    step: int
+    source: str
+    epoch: np.ndarray
+    file: np.ndarray
+    row: np.ndarray
+    part: np.ndarray
+    tokens: Ragged  # read-only; row i is sample i
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def __getitem__(self, i: int) -> SampleId:
+        return SampleId(self.source, int(self.epoch[i]), int(self.file[i]), int(self.row[i]), int(self.part[i]))
+
+    def chance(self, purpose: str = "") -> np.ndarray:
+        """A number from 0 to below 1 for every token of ``tokens.values``: by the job's seed, the sample's id and the token's
+        place in it, so the same in every run. Other purposes, other numbers."""
+        lengths = self.tokens.lengths
+        each = keyed_hash(key64("hook", self.seed, self.source, purpose), self.epoch, self.file, self.row, self.part)
+        place = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        mixed = keyed_hash(0, np.repeat(each, lengths).view(np.int64), place)
+        return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Assembly:
+    """One bucket's part of a step, as its constructor sees it."""
+
+    step: int
+    bucket: int
+    batch: Batch
+    plan: LoadingPlan
+    rows: tuple[np.ndarray, ...]  # by microbatch: its documents as rows of the plan, in slot order
+    gather: Callable[[np.ndarray], Ragged]
+    build: Callable[[], list[dict[str, np.ndarray]]]
+
+    @property
+    def documents(self) -> list[Ragged]:
+        """The tokens of every microbatch: document k of microbatch m is ``documents[m][k]``."""
+        return [self.gather(rows) for rows in self.rows]
+
+    def ids(self, microbatch: int) -> list[SampleId]:
+        return [self.plan.sample_id(i) for i in self.rows[microbatch].tolist()]
+
+    def default(self) -> list[dict[str, np.ndarray]]:
+        """What the package would build, one dict per microbatch; its arrays are read-only."""
+        return [dict(microbatch) for microbatch in self.build()]
+
+
+# how they are carried out
+
+
+def of_kind(hooks: Sequence[Hook], kind: str) -> tuple[Hook, ...]:
+    return tuple(hook for hook in hooks if hook.kind == kind)
+
+
+def popped_by(hooks: Sequence[Hook], plan: LoadingPlan, doc: np.ndarray, tokens: Ragged, seed: int) -> tuple[np.ndarray, Ragged]:
+    """The step's payload after the loader hooks: number of each sample's document, and the documents."""
+    order = np.argsort(plan.source, kind="stable")
+    bounds = np.searchsorted(plan.source[order], np.arange(len(plan.names) + 1))
+    pieces = []
+    for i in np.flatnonzero(np.diff(bounds)).tolist():
+        rows = order[bounds[i] : bounds[i + 1]]
+        piece, ids = tokens.take(doc[rows]), {n: getattr(plan, n)[rows] for n in IDS[1:]}
+        for hook in hooks:
+            piece.values.flags.writeable = piece.offsets.flags.writeable = False
+            samples = Popped(step=plan.step, source=plan.names[i], tokens=piece, seed=seed, **ids)
+            piece = _same_lengths(hook, hook(samples, plan.step), piece, plan.step)
+        pieces.append(piece)
+    found = np.empty(len(order), np.int64)
+    found[order] = np.arange(len(order))
+    return found, Ragged.concat(pieces)
+
+
+def _same_lengths(hook: Hook, said: Any, before: Ragged, step: int) -> Ragged:
+    """What a loader hook returned, as rows of its own; or why it cannot be used."""
+    problem = ""
+    if not isinstance(said, Ragged) or any(np.asarray(array).dtype.kind not in "iu" for array in (said.values, said.offsets)):
+        kind = f"Ragged of {np.asarray(said.values).dtype}" if isinstance(said, Ragged) else type(said).__name__
+        problem = f"wanted a Ragged of token ids, found {kind}"
+    elif not np.array_equal(said.lengths, before.lengths) or not 0 <= said.offsets[0] <= said.offsets[-1] <= len(said.values):
+        problem = f"wanted {len(before)} rows of the lengths it was given, found {len(said)} rows of {int(said.lengths.sum())} tokens"
+    else:
+        said = said.compact()
+        if said.values.min() < 0 or said.values.max() >= 2**31:
+            problem = "a token id is below 0 or above 2^31 - 1"
+    if problem:
+        raise PlanError(f"{hook.__name__}: {problem}", step, "lengths are planned already; change ids, not their number")
+    return said
+
+
+def assembled_by(hooks: Sequence[Hook], assembly: Assembly) -> list[dict[str, np.ndarray]]:
+    """The microbatches of a bucket, each hook over what those before it gave."""
+    build = assembly.build
+    for hook in hooks:
+        build = _over(hook, replace(assembly, build=build))
+    return build()
+
+
+def _over(hook: Hook, assembly: Assembly) -> Callable[[], list[dict[str, np.ndarray]]]:
+    return lambda: _contract(hook, hook(assembly, assembly.step), assembly)
+
+
+def _contract(hook: Hook, said: Any, assembly: Assembly) -> list[dict[str, np.ndarray]]:
+    """What a constructor hook returned, read-only; or which rule of the batch contract it breaks."""
+    wanted: dict[str, Any] = CONTRACT | ({"attention_mask": np.bool_} if assembly.batch.layout == "padded" else {})
+    if not isinstance(said, (list, tuple)) or len(said) != len(assembly.rows):
+        found = f"{len(said)} of them" if isinstance(said, (list, tuple)) else type(said).__name__
+        problem = f"wanted a list of {len(assembly.rows)} microbatches, found {found}"
+    else:
+        problems = ((m, _problem(microbatch, wanted)) for m, microbatch in enumerate(said))
+        problem = next((f"microbatch {m}: {words}" for m, words in problems if words), "")
+    if problem:
+        raise PlanError(f"{hook.__name__}, bucket {assembly.bucket}: {problem}", assembly.step, "start from assembly.default()")
+    return [{key: _read_only(array) for key, array in microbatch.items()} for microbatch in said]
+
+
+def _problem(microbatch: Any, wanted: Mapping[str, Any]) -> str:
+    """What is wrong with one microbatch, in words; empty when nothing is."""
+    if not isinstance(microbatch, Mapping):
+        return f"wanted a mapping, found {type(microbatch).__name__}"
+    if missing := [key for key in wanted if key not in microbatch]:
+        return f"{', '.join(missing)} missing"
+    for key, array in microbatch.items():
+        if not isinstance(key, str) or not isinstance(array, (np.ndarray, np.generic)) or array.dtype.kind not in "biufS":
+            return f"wanted a numpy array of numbers for {key!r}, found {getattr(array, 'dtype', type(array).__name__)}"
+        if key in wanted and array.dtype != wanted[key]:
+            return f"wanted {np.dtype(wanted[key])} for {key!r}, found {array.dtype}"
+    shapes = {key: microbatch[key].shape for key in PER_TOKEN if key in wanted}
+    return f"the arrays with an entry per token differ in shape: {shapes}" if len(set(shapes.values())) > 1 else ""
+
+
+def _read_only(array: Any) -> np.ndarray:
+    view = np.asarray(array).view()
+    view.flags.writeable = False
+    return view
+
+
+def _function(fn: Any, where: str) -> Any:
+    if not callable(fn):
+        raise JobError([f"wanted a function, found {fn!r}"], where)
+    return fn
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", None) or type(fn).__name__
