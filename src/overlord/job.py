@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from overlord.errors import JobError
+from overlord.hooks import Hook, RawPlan
 from overlord.placetree import ClientPlaceTree
 
 UNIT = 2**40  # weights are whole numbers that sum to this, so that mixing is exact on every machine
@@ -25,6 +26,7 @@ ON_LONG = ("truncate", "split", "quarantine")
 DRAWS = ("exact", "random")
 MIX_EVERY = ("step", "microbatch", "epoch")
 OVERFLOWS = ("grow", "defer")
+WORKERS = ("threads", "processes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,35 +66,54 @@ class Batch:
 class Source:
     """One source: files, a map-style dataset or a replayable factory, and what is done to its rows.
 
-    ``path`` is a glob, a directory, a file, a list of these, a store's URI, an object with ``__len__`` and
+    ``uri`` is a glob, a directory, a file, a list of these, a store's URI, an object with ``__len__`` and
     ``__getitem__``, or an ``ov.Factory``. ``format`` is told from the file name when it is not given.
     """
 
     name: str
-    path: Any
-    transforms: Sequence[Any] = field(default=(), kw_only=True)
-    weight: float = field(default=1.0, kw_only=True)
+    uri: Any
     format: str | None = field(default=None, kw_only=True)
-    epochs: int | None = field(default=1, kw_only=True)  # None: repeat for ever
+    transforms: Sequence[Any] = field(default=(), kw_only=True)
+    deferred: Sequence[Any] = field(default=(), kw_only=True)  # run by the constructor, after planning
+    weight: float = field(default=1.0, kw_only=True)
     shuffle: bool = field(default=True, kw_only=True)
+    epochs: int | None = field(default=None, kw_only=True)  # None: repeat for ever
     max_bad: int = field(default=100, kw_only=True)  # failures in a row, in stream order, that stop the job
+    workers: str = field(default="threads", kw_only=True)  # where transforms run; no part of the fingerprint
     max_sample_bytes: int = field(default=2**26, kw_only=True)  # a larger row is quarantined, not read into memory
 
     def __post_init__(self) -> None:
-        if isinstance(self.transforms, list):
-            object.__setattr__(self, "transforms", tuple(self.transforms))
-        if isinstance(self.path, (list, tuple)):  # equal however the paths were given
-            object.__setattr__(self, "path", tuple(str(p) if isinstance(p, PathLike) else p for p in self.path))
-        elif isinstance(self.path, PathLike):
-            object.__setattr__(self, "path", str(self.path))
+        for name in ("transforms", "deferred"):
+            if isinstance(given := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(given))
+        if isinstance(self.uri, (list, tuple)):  # equal however the paths were given
+            object.__setattr__(self, "uri", tuple(str(p) if isinstance(p, PathLike) else p for p in self.uri))
+        elif isinstance(self.uri, PathLike):
+            object.__setattr__(self, "uri", str(self.uri))
         if problems := self.problems():
             raise JobError(problems, f"source {self.name!r}")
+
+    @classmethod
+    def from_dataset(cls, name: str, dataset: Any, **fields: Any) -> Source:
+        """A source of any map-style sequence of dicts, a plain list included."""
+        from overlord.sources.dataset import held  # readers are needed only here
+
+        return cls(name, held(name, dataset), **fields)
+
+    @classmethod
+    def from_factory(
+        cls, name: str, fn: Callable[..., Iterable[Mapping[str, Any]]], *, shards: int = 1, fingerprint: str | None = None, **fields: Any
+    ) -> Source:
+        """A source of a function that returns a fresh iterator of the same rows every time: ``fn(shard)``, or ``fn()`` with one shard."""
+        from overlord.sources.dataset import Factory
+
+        return cls(name, Factory(fn, shards, fingerprint), **fields)
 
     def problems(self) -> list[str]:
         at, found = f"source {self.name!r}", []
         if not isinstance(self.name, str) or not self.name or "\x1f" in self.name or "/" in self.name:
             found.append(f"{at}: wanted a name without '/', found {self.name!r}")
-        found += self._path_problems(at)
+        found += self._uri_problems(at)
         if self.format is not None and (not isinstance(self.format, str) or not self.format):
             found.append(f"{at}.format: wanted the name of a format, found {self.format!r}")
         if not _is_real(self.weight) or not math.isfinite(self.weight) or self.weight < 0:
@@ -109,22 +130,24 @@ class Source:
         else:
             wrong = [(i, t) for i, t in enumerate(self.transforms) if not hasattr(t, "fingerprint") or isinstance(t, type)]
             found += [f"{at}.transforms[{i}]: {t!r} is no transform" for i, t in wrong]
-        return found
+        if self.deferred != ():
+            found.append(f"{at}.deferred: deferred transforms are not available in this version; put them into transforms")
+        return found + _one_of(f"{at}.workers", self.workers, WORKERS)
 
-    def _path_problems(self, at: str) -> list[str]:
-        if isinstance(self.path, (list, tuple)):
-            if not self.path:
-                return [f"{at}.path: the list of files is empty"]
-            wrong = [p for p in self.path if not isinstance(p, (str, PathLike)) or not str(p)]
+    def _uri_problems(self, at: str) -> list[str]:
+        if isinstance(self.uri, (list, tuple)):
+            if not self.uri:
+                return [f"{at}.uri: the list of files is empty"]
+            wrong = [p for p in self.uri if not isinstance(p, (str, PathLike)) or not str(p)]
             if wrong:
-                return [f"{at}.path: wanted a list of paths, found {wrong[0]!r} in it; rows go in by a dataset or an ov.Factory"]
-            counts = Counter(str(p) for p in self.path)
-            return [f"{at}.path: {p} is listed twice; its rows would be read twice" for p in sorted(counts) if counts[p] > 1]
-        files = isinstance(self.path, (str, PathLike)) and bool(str(self.path))
-        sized = hasattr(self.path, "__getitem__") and hasattr(self.path, "__len__")
-        dataset = sized and not isinstance(self.path, (str, bytes, Mapping, type))
-        factory = hasattr(self.path, "fn") and hasattr(self.path, "shards")
-        return [] if files or dataset or factory else [f"{at}.path: wanted files, a dataset or a factory, found {self.path!r}"]
+                return [f"{at}.uri: wanted a list of paths, found {wrong[0]!r} in it; rows go in by Source.from_dataset"]
+            counts = Counter(str(p) for p in self.uri)
+            return [f"{at}.uri: {p} is listed twice; its rows would be read twice" for p in sorted(counts) if counts[p] > 1]
+        files = isinstance(self.uri, (str, PathLike)) and bool(str(self.uri))
+        sized = hasattr(self.uri, "__getitem__") and hasattr(self.uri, "__len__")
+        dataset = sized and not isinstance(self.uri, (str, bytes, Mapping, type))
+        factory = hasattr(self.uri, "fn") and hasattr(self.uri, "shards")
+        return [] if files or dataset or factory else [f"{at}.uri: wanted files, a dataset or a factory, found {self.uri!r}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +156,8 @@ class Job:
 
     name: str
     sources: Sequence[Source]
-    batch: Batch
     place: ClientPlaceTree = field(default_factory=ClientPlaceTree)
+    batch: Batch
     mixture: Any = None  # None: the sources' weights; or a mapping name -> weight; or a schedule
     strategy: str | Callable[..., Any] = "llm_balance"
     seed: int = 0
@@ -150,10 +173,13 @@ class Job:
     chunk_bytes: int = 2**23
     feedback_lag: int = 8
     on_long: str = "truncate"
+    hooks: Sequence[Hook] = ()  # ov.loader_do_plan(fn), ov.constructor_do_plan(fn), carried out in this order
 
     def __post_init__(self) -> None:
         if isinstance(self.sources, (list, tuple)):
             object.__setattr__(self, "sources", tuple(self.sources))
+        if isinstance(self.hooks, list):
+            object.__setattr__(self, "hooks", tuple(self.hooks))
         if problems := self.problems():
             raise JobError(problems, f"job {self.name!r}")
 
@@ -193,7 +219,20 @@ class Job:
             found.append('draw: "random" draws samples; give batch.samples, or draw="exact"')
         if not callable(self.strategy) and not isinstance(self.strategy, str):
             found.append(f"strategy: wanted a name or a function, found {self.strategy!r}")
-        return found + self._not_yet()
+        elif isinstance(self.strategy, str):
+            from overlord.planner.strategy import STRATEGIES  # which know jobs
+
+            if self.strategy not in STRATEGIES:
+                found.append(f"strategy: unknown strategy {self.strategy!r}{did_you_mean(self.strategy, STRATEGIES)}")
+        return found + self._hook_problems() + self._look_ahead_problems() + self._not_yet()
+
+    def _hook_problems(self) -> list[str]:
+        if not isinstance(self.hooks, tuple):
+            return [f"hooks: wanted a list, found {self.hooks!r}"]
+        wrong = [(i, hook) for i, hook in enumerate(self.hooks) if not isinstance(hook, Hook)]
+        known = "ov.loader_do_plan(fn) or ov.constructor_do_plan(fn)"
+        raw = " (it goes in as strategy=)"
+        return [f"hooks[{i}]: wanted {known}, found {_name_of(h)}{raw if isinstance(h, RawPlan) else ''}" for i, h in wrong]
 
     def _source_problems(self) -> list[str]:
         if not isinstance(self.sources, tuple) or not self.sources:
@@ -206,17 +245,29 @@ class Job:
             found.append("sources: all weights are zero, so no sample would ever be drawn")
         if isinstance(self.mixture, Mapping):
             found += mixture_problems(self.mixture, self.names)
-        elif self.mixture is not None and not callable(self.mixture):
+        elif self.mixture is not None and (not callable(self.mixture) or isinstance(self.mixture, type)):
             found.append(f"mixture: wanted a mapping of weights or a schedule, found {self.mixture!r}")
+        else:
+            found += schedule_problems(self.mixture, self.names)
+        return found
+
+    def _look_ahead_problems(self) -> list[str]:
+        """A schedule that chooses samples needs several to choose from; choosing goes by count, so not with tokens."""
+        found = []
+        if self.overflow == "defer" and isinstance(self.batch, Batch) and self.batch.tokens is not None:
+            found.append('overflow: "defer" goes with a batch in samples only; a batch in tokens can be made small enough to fit')
+        if self.overflow == "defer" and self.look_ahead != 1:
+            found.append('overflow: "defer" goes with look_ahead=1; look-ahead chooses what a step takes already')
+        if hasattr(self.mixture, "prefer") and self.look_ahead == 1:
+            what = getattr(self.mixture, "kind", None) or _name_of(self.mixture)
+            found.append(f"mixture: {what} chooses among candidates, and look_ahead=1 leaves no choice; set look_ahead, for example to 4")
+        if _is_int(self.look_ahead) and self.look_ahead > 1 and isinstance(self.batch, Batch) and self.batch.tokens is not None:
+            found.append(f"look_ahead: {self.look_ahead} goes with a batch in samples only; give batch.samples, or set look_ahead=1")
         return found
 
     def _not_yet(self) -> list[str]:
         """What the design names and this version does not do: refused, never ignored."""
         found = []
-        if self.look_ahead != 1:
-            found.append("look_ahead: only 1 is available in this version")
-        if self.overflow != "grow":
-            found.append('overflow: only "grow" is available in this version')
         if isinstance(self.place, ClientPlaceTree) and (self.place.cp, self.place.tp, self.place.pp) != (1, 1, 1):
             found.append(f"place: only data parallelism is delivered in this version (cp=tp=pp=1), found {self.place}")
         if self.journal is not None:
@@ -247,6 +298,13 @@ def mixture_problems(weights: Mapping[str, float], names: Iterable[str]) -> list
     if not found and not any(weights.values()):
         found.append("mixture: all weights are zero, so no sample would ever be drawn")
     return found
+
+
+def schedule_problems(mixture: Any, names: Iterable[str]) -> list[str]:
+    """Names in a schedule that are no sources. One that does not say whom it weighs is checked when it speaks."""
+    said, known = getattr(mixture, "sources", ()), tuple(names)
+    listed = said if isinstance(said, (tuple, list)) else ()
+    return [f"mixture: unknown source {name!r}{did_you_mean(name, known)}" for name in listed if name not in known]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ import yaml
 
 from overlord.errors import JobError
 from overlord.job import Batch, Job, Source, did_you_mean
+from overlord.mixturefile import failed, read_mixture, write_mixture
 from overlord.placetree import ClientPlaceTree
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
 from overlord.transforms.text import Tokenize
@@ -88,6 +89,10 @@ class _Reader:
             "sources": sources or [Source("?", "?")],
         }
         given = {key: value for key, value in known.items() if key not in ("place", "batch", "sources")}
+        if "mixture" in given and (mixture := read_mixture(given["mixture"], "mixture", self.problems)) is not failed:
+            given["mixture"] = mixture
+        elif "mixture" in given:
+            del given["mixture"]
         try:
             job = Job(**{**stand_ins, **given})
         except JobError as fault:
@@ -153,8 +158,11 @@ class _Reader:
             elif "transforms" in plain:
                 self.problems.append(f"{at}.transforms: wanted a list, found {_shown(plain['transforms'])}")
                 given["transforms"] = ()
-            if "path" in plain:
-                given["path"] = self._paths(plain["path"], at)
+            if "path" in plain:  # what many call it: said, and then checked under its name
+                self.problems.append(f"{at}.path: unknown; did you mean 'uri'?")
+                plain = {"uri": plain["path"], **{key: value for key, value in plain.items() if key != "path"}}
+            if "uri" in plain:
+                given["uri"] = self._paths(plain["uri"], at)
         source = self._part(Source, plain, at, **given)
         if source is not None and len(self.problems) == before:
             return source
@@ -169,7 +177,7 @@ class _Reader:
             return self._path(path)
         if isinstance(path, list) and path and all(isinstance(p, str) and p for p in path):
             return [self._path(p) for p in path]
-        self.problems.append(f"{at}.path: wanted a path or a list of paths, found {_shown(path)}")
+        self.problems.append(f"{at}.uri: wanted a path or a list of paths, found {_shown(path)}")
         return "?"
 
     def _path(self, path: str) -> str:
@@ -288,7 +296,9 @@ class _Writer:
                 continue
             if name == "mixture" and isinstance(value, Mapping):
                 value = {source: float(weight) if isinstance(weight, float) else int(weight) for source, weight in value.items()}
-            elif callable(value) or name == "mixture":
+            elif name == "mixture":
+                value = write_mixture(value, "mixture", self.problems)
+            elif callable(value) or name == "hooks":
                 self.problems.append(f"{name}: {_shown(value)} is code; a file can name only what has a name")
             plain[name] = value
         return plain
@@ -296,12 +306,12 @@ class _Writer:
     def _source(self, i: int, source: Source) -> dict[str, Any]:
         plain = _changed(source)
         at = f"sources[{i}]"
-        paths = list(source.path) if isinstance(source.path, (list, tuple)) else [source.path]
+        paths = list(source.uri) if isinstance(source.uri, (list, tuple)) else [source.uri]
         if all(isinstance(p, (str, os.PathLike)) for p in paths):
             text = [_anywhere(os.fspath(p)) for p in paths]
-            plain["path"] = text if isinstance(source.path, (list, tuple)) else text[0]
+            plain["uri"] = text if isinstance(source.uri, (list, tuple)) else text[0]
         else:
-            self.problems.append(f"{at}.path: {_shown(source.path)} is an object of this program, not files")
+            self.problems.append(f"{at}.uri: {_shown(source.uri)} is an object of this program, not files")
         if "weight" in plain:
             plain["weight"] = float(source.weight) if isinstance(source.weight, float) else int(source.weight)
         if source.transforms:

@@ -1,6 +1,7 @@
 """Every message of the workflow, in the order of the paper's Figure 7. Frozen; ids and metadata only, never payload.
 
 Consumed   client      -> planner, constructors      a step was handed to the trainer: the window moves on
+Report     client      -> planner                    what a trainer measured in a step, for the mixture of a later one
 Refill     planner     -> loader                     how many samples to hold ready
 Read, Evaluate, then WindowRead, Evaluated           the loader asks its host for work, and gets the outcome
 Announce   loader      -> planner                    metadata of new samples, in stream order
@@ -14,13 +15,15 @@ End        constructor -> client                     all steps before that are s
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from overlord.plan import LoadingPlan
+from overlord.sample import Column
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,39 @@ class SetMixture:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """These steps are drawn, listed and not delivered."""
+    """These steps are drawn, listed and not delivered. They may be very many, and every plan asks: rising, each once."""
 
     steps: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", tuple(sorted(set(self.steps))))
+
+    def between(self, first: int, stop: int) -> bool:
+        """Whether one of steps first to stop - 1 is skipped."""
+        k = bisect_left(self.steps, first)
+        return k < len(self.steps) and self.steps[k] < stop
+
+    @property
+    def last(self) -> int:
+        return self.steps[-1] if self.steps else -1
+
+
+@dataclass(frozen=True, slots=True)
+class AddSource:
+    """A source that joins at step ``at``. Its name and fingerprint only: code never stands in a state (it is in the job)."""
+
+    at: int
+    name: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank measured in a step. An event of the log: plan ``step + feedback_lag`` may depend on it."""
+
+    step: int
+    rank: int
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +136,7 @@ class WindowRead:
     rows: int
     over: tuple[int, ...]
     nbytes: int = 0
+    dropped: int = 0  # by filters, where no row is left to tell of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +156,7 @@ class Found:
     file: np.ndarray
     row: np.ndarray
     part: np.ndarray
-    meta: Mapping[str, np.ndarray]
+    meta: Mapping[str, Column]
     bad_key: np.ndarray  # the same for quarantined rows
     bad_file: np.ndarray
     bad_row: np.ndarray
@@ -131,6 +165,13 @@ class Found:
 
     def __len__(self) -> int:
         return len(self.key)
+
+    @staticmethod
+    def nothing(dropped: int) -> Found:
+        """A window all of whose rows a filter dropped."""
+        none = np.zeros(0, np.int64)
+        keys, meta = none.astype(np.uint64), {"tokens": none, "bytes": none}
+        return Found(keys, none, none, none.astype(np.int32), meta, keys, none, none, (), dropped)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,7 +204,7 @@ class Announce:
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
     """The plan of a step. ``pops[l]`` samples leave the front of loader l; ``doc[i]`` is sample i's number among all
-    popped ones, counted loader by loader."""
+    popped ones, counted loader by loader behind those that were held over from steps before."""
 
     plan: LoadingPlan
     pops: np.ndarray
@@ -171,6 +212,8 @@ class Stage:
     digest: str
     after: StreamState
     skipped: bool = False
+    kept: np.ndarray | None = None  # look-ahead: the rows of held and popped payload that stay held, in order; None: nothing is ever held
+    loader: np.ndarray | None = None  # int32: who read each sample of the plan; for people, never for a strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +278,11 @@ class StreamState:
     cursors: np.ndarray  # int64 [sources, 6]: a Cursor each
     owed: tuple[int, ...]
     active: tuple[bool, ...]
-    events: tuple[SetMixture | Skip, ...] = ()
+    events: tuple[SetMixture | Skip | AddSource, ...] = ()
     mix_step: int = 0  # the step whose weights are in force (mix_every="epoch" keeps them)
     mix_epoch: int = 0
+    ahead: tuple[np.ndarray, ...] = ()  # look-ahead: per source the ages of samples behind the cursor; -1: drawn already
     counts: Mapping[str, np.ndarray] = field(default_factory=dict)  # per source: samples, tokens, quarantined, dropped
+    weights: tuple[float, ...] = ()  # in force, where they outlive their step (mix_every="epoch")
+    schedule: Mapping[str, Any] | None = None  # what a stateful schedule has learned, plain JSON
+    reports: tuple[Report, ...] = ()  # of steps whose using plan is still to come, by step and rank

@@ -63,11 +63,13 @@ class Client:
     def __init__(
         self, rank: int, inbox: Inbox, *, begin: Callable[[], None], consumed: Callable[[Inbox, int], None], waiting_for: Callable[[], str],
         export: Callable[[StreamState], dict[str, Any]], rewind: Callable[[Mapping[str, Any], tuple[str, ...]], tuple[Inbox, StreamState]],
-        start: StreamState, close: Callable[[], None], stall_warn_s: float, stall_limit_s: float,
+        report: Callable[[Inbox, Any, Any, int], None], start: StreamState, close: Callable[[], None],
+        stall_warn_s: float, stall_limit_s: float,
     ):  # fmt: skip
         self.rank, self._inbox, self._state = rank, inbox, start
         self._begin: Callable[[], None] | None = begin  # called before the first wait: demand starts the work
         self._consumed, self._waiting_for, self._export, self._rewind, self._close = consumed, waiting_for, export, rewind, close
+        self._report = report
         self._warn_s, self._limit_s = stall_warn_s, stall_limit_s
         self._pid = os.getpid()
         self.waited_s = 0.0  # time the trainer spent waiting here
@@ -77,11 +79,7 @@ class Client:
         return self
 
     def __next__(self) -> Step:
-        if os.getpid() != self._pid:  # the threads that fill the inbox stayed behind
-            raise OverlordError(
-                f"rank {self.rank}: the client was opened in process {self._pid} and this is process {os.getpid()}; a session does not "
-                "survive a fork: launch it in the process that iterates"
-            )
+        self._refuse_fork()
         if self._begin is not None:
             self._begin()
             self._begin = None
@@ -91,6 +89,13 @@ class Client:
         self.steps += 1
         self._consumed(inbox, stage.plan.step)
         return Step(stage, bucket, self.rank)
+
+    def _refuse_fork(self) -> None:
+        if os.getpid() != self._pid:  # the threads that fill the inbox stayed behind
+            raise OverlordError(
+                f"rank {self.rank}: the client was opened in process {self._pid} and this is process {os.getpid()}; a session does not "
+                "survive a fork: launch it in the process that iterates"
+            )
 
     def _wait(self, inbox: Inbox) -> tuple[Stage, Bucket]:
         start = time.monotonic()
@@ -112,6 +117,15 @@ class Client:
         """All microbatches in a row, for trainers that pull them one by one."""
         for step in self:
             yield from step
+
+    def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What was measured in a step this rank was handed, for a mixture that learns: ``{"loss/web": 2.31, "tokens/web": 8192}``.
+
+        Plan ``step + feedback_lag`` uses it; say it before asking for ``step + 2`` and it is in time. Values of several ranks
+        are averaged, by ``tokens/<source>`` where given; of a rank's reports of one step the last counts. Returns at once.
+        """
+        self._refuse_fork()
+        self._report(self._inbox, step, metrics, self._state.step)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values: the stream behind the last step yielded. The same on every rank, valid on any mesh."""

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import json
-import math
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
 
 from overlord.constructor.assembler import Assembler
-from overlord.errors import JobError, PlanError, StateMismatch
+from overlord.errors import JobError, StateMismatch
 from overlord.hashing import digest
-from overlord.job import Job, did_you_mean
+from overlord.hooks import Hook, RawPlan
+from overlord.job import Job, Source
 from overlord.loader.loader import Loader
 from overlord.loader.order import SourceOrder
 from overlord.loader.reader import SourceReader
-from overlord.messages import Cursor, SetMixture, Skip, StreamState
-from overlord.planner.planner import Planner, PlannerSpec, SourceSpec, initial_state
-from overlord.planner.schedule import by_source
+from overlord.messages import AddSource, Cursor, StreamState
+from overlord.planner.planner import Planner
+from overlord.planner.schedule import bind
+from overlord.planner.schedulebase import has_state, learns
+from overlord.planner.spec import NewSource, PlannerSpec, SourceSpec, initial_state
 from overlord.planner.strategy import resolve
 from overlord.runtime.host import Executor, Host
+from overlord.runtime.options import Options, n_workers
+from overlord.runtime.saved import event_in, event_out, reports_in, reports_out
 from overlord.sources.base import ReadOptions
 from overlord.sources.handles import ChunkReader, HandleCache
 from overlord.sources.index import Index, build_indexes, default_cache_dir
@@ -35,42 +39,6 @@ from overlord.transforms.worker import TransformWorker
 STATE_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Launch options: none of them changes the stream."""
-
-    prefetch: int = 4
-    loaders: Mapping[str, int] | None = None  # loaders per source; 1 where not named
-    workers: int | None = None  # threads that read, transform and build
-    read_ahead: int = 2  # steps' worth of samples held ready beyond the draw
-    buffer_bytes: int = 2**30  # of samples held ready beyond the draw, over all sources
-    open_bytes: int = 2**28  # of files held open in the middle of a chunk
-    open_files: int = 512
-    cache_dir: str | None = None
-    stall_warn_s: float = 30.0
-    stall_limit_s: float = 600.0
-    check: bool = False  # check every core's invariants after every command (slow; for tests)
-    progress: Callable[[int, int], None] | None = None  # told (sources indexed, of how many)
-
-    def problems(self, job: Job) -> list[str]:
-        found = []
-        for name, least in (("prefetch", 1), ("read_ahead", 1), ("buffer_bytes", 1), ("open_bytes", 1), ("open_files", 1)):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
-                found.append(f"{name}: wanted a whole number of at least {least}, found {getattr(self, name)!r}")
-        for name in ("stall_warn_s", "stall_limit_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                found.append(f"{name}: wanted a number of seconds, found {value!r}")
-        if self.workers is not None and (not isinstance(self.workers, int) or self.workers < 1):
-            found.append(f"workers: wanted a whole number of at least 1, found {self.workers!r}")
-        for name, n in (self.loaders or {}).items():
-            if name not in job.names:
-                found.append(f"loaders: unknown source {name!r}{did_you_mean(name, job.names)}")
-            elif not isinstance(n, int) or n < 1:
-                found.append(f"loaders: wanted a whole number of at least 1 for {name!r}, found {n!r}")
-        return found
-
-
 class Blueprint:
     """A job made ready: everything that is read once and shared by all cores made from it."""
 
@@ -78,19 +46,20 @@ class Blueprint:
         if problems := options.problems(job):
             raise JobError(problems, "launch")
         self.job, self.options = job, options
+        self.given: Job  # as it was written; ``job`` has its schedule told what only the sources know
+        self.added: tuple[str, ...]  # sources that joined in mid-run, the last ones
         self.strategy = resolve(job.strategy)
         self.pipelines = [
             Pipeline(s.name, s.transforms, seed=job.seed, context=job.batch.context, on_long=job.on_long) for s in job.sources
         ]  # fmt: skip
         self.indexes = build_indexes(
-            [IndexSpec(s.name, s.path, s.format, self._read_options(s, p)) for s, p in zip(job.sources, self.pipelines, strict=True)],
+            [IndexSpec(s.name, s.uri, s.format, self._read_options(s, p)) for s, p in zip(job.sources, self.pipelines, strict=True)],
             cache_dir=options.cache_dir or default_cache_dir(), workers=2 * n_workers(options), progress=options.progress,
         )  # fmt: skip
+        self.given, self.added = job, ()
+        self.job = job = _bound(job, self.indexes)
         self.handles = HandleCache(max_open=options.open_files, max_bytes=options.open_bytes)
-        self.orders = [
-            SourceOrder(name=s.name, n_chunks=len(i.chunks), seed=job.seed, shuffle=s.shuffle, shuffle_chunks=job.shuffle_chunks)
-            for s, i in zip(job.sources, self.indexes, strict=True)
-        ]  # fmt: skip
+        self.orders = [_order(job, s, i) for s, i in zip(job.sources, self.indexes, strict=True)]
         self.fingerprint = fingerprint(job, self.indexes, self.pipelines)
         self._workers: list[TransformWorker] = []
 
@@ -100,52 +69,112 @@ class Blueprint:
     def loaders_of(self, i: int) -> int:
         return (self.options.loaders or {}).get(self.job.sources[i].name, 1)
 
+    def _source_spec(self, i: int) -> SourceSpec:
+        source = self.job.sources[i]
+        return SourceSpec(
+            name=source.name, n_groups=self.orders[i].n_groups, epochs=source.epochs, max_bad=source.max_bad, loaders=self.loaders_of(i),
+            files=tuple(f.path for f in self.indexes[i].files), meta=self.pipelines[i].meta_names, weight=float(source.weight),
+        )  # fmt: skip
+
     def host(self, executor: Executor, state: StreamState | None = None) -> Host:
         """One set of cores that starts at a state."""
-        job, options = self.job, self.options
+        job, options, schedule = self.job, self.options, schedule_of(self.job, self.added)
         spec = PlannerSpec(
-            sources=tuple(
-                SourceSpec(
-                    name=s.name, n_groups=o.n_groups, epochs=s.epochs, max_bad=s.max_bad, loaders=self.loaders_of(i),
-                    files=tuple(f.path for f in index.files),
-                )
-                for i, (s, o, index) in enumerate(zip(job.sources, self.orders, self.indexes, strict=True))
-            ),
-            batch=job.batch, place=job.place, strategy=self.strategy, schedule=schedule_of(job), seed=job.seed, until=job.until,
-            draw=job.draw, mix_every=job.mix_every, prefetch=options.prefetch, read_ahead=options.read_ahead,
+            sources=tuple(self._source_spec(i) for i in range(len(job.sources))),
+            batch=job.batch, place=job.place, strategy=self.strategy, schedule=schedule, seed=job.seed, until=job.until,
+            draw=job.draw, mix_every=job.mix_every, feedback_lag=job.feedback_lag, takes_feedback=learns(job.mixture),
+            look_ahead=job.look_ahead, max_age=job.max_age, prefer=getattr(schedule, "prefer", None), overflow=job.overflow,
+            prefetch=options.prefetch, read_ahead=options.read_ahead,
         )  # fmt: skip
         state = state or initial_state(spec)
-        loaders: list[Loader] = []
-        readers: list[SourceReader] = []
-        total = sum(s.loaders for s in spec.sources)
-        for i, source in enumerate(job.sources):
-            for k in range(self.loaders_of(i)):
-                loaders.append(Loader(
-                    len(loaders), self.orders[i], epochs=source.epochs, loader=k, loaders=self.loaders_of(i),
-                    cursor=Cursor(*state.cursors[i].tolist()), budget_bytes=max(1, options.buffer_bytes // total),
-                ))  # fmt: skip
-                readers.append(SourceReader(self.orders[i], self._chunk_reader(i), self._stages(i)))
+        cores = [core for i in range(len(job.sources)) for core in self.loaders_for(i, Cursor(*state.cursors[i].tolist()))]
         buckets = job.place.buckets("DP")
         return Host(
-            planner=Planner(spec, state), loaders=loaders, readers=readers,
+            planner=Planner(spec, state), loaders=[loader for loader, _ in cores], readers=[reader for _, reader in cores],
             assemblers=[Assembler(b, ranks) for b, ranks in enumerate(buckets)],
             batch=job.batch, multiple=job.document_multiple, executor=executor, check=options.check,
+            hooks=tuple(job.hooks), seed=job.seed,
         )  # fmt: skip
+
+    def loaders_for(self, i: int, cursor: Cursor) -> list[tuple[Loader, SourceReader]]:
+        """The loaders of one source, and what reads for them. Loaders are numbered source by source."""
+        source, n, first = self.job.sources[i], self.loaders_of(i), sum(map(self.loaders_of, range(i)))
+        return [
+            (
+                Loader(first + k, self.orders[i], epochs=source.epochs, loader=k, loaders=n, cursor=cursor, budget_bytes=self.budget_bytes),
+                SourceReader(self.orders[i], self._chunk_reader(i), self._stages(i)),
+            )
+            for k in range(n)
+        ]
+
+    @property
+    def budget_bytes(self) -> int:
+        """What one loader may hold ready."""
+        return max(1, self.options.buffer_bytes // sum(map(self.loaders_of, range(len(self.job.sources)))))
+
+    # sources that join
+
+    def with_source(self, source: Any, loaders: int = 1) -> Blueprint:
+        """This blueprint and one source more, indexed; what is wrong with it is raised as at launch, and nothing has changed."""
+        if not isinstance(source, Source):
+            raise JobError([f"wanted a Source, found {source!r}"], "add_source")
+        more = copy.copy(self)
+        more.given = replace(self.given, sources=(*self.given.sources, source))
+        more.job = job = replace(self.job, sources=more.given.sources)
+        more.options = replace(self.options, loaders={**(self.options.loaders or {}), source.name: loaders})
+        if problems := more.options.problems(job):
+            raise JobError(problems, "add_source")
+        pipeline = Pipeline(source.name, source.transforms, seed=job.seed, context=job.batch.context, on_long=job.on_long)
+        [index] = build_indexes(
+            [IndexSpec(source.name, source.uri, source.format, self._read_options(source, pipeline))],
+            cache_dir=self.options.cache_dir or default_cache_dir(), workers=2 * n_workers(self.options), progress=self.options.progress,
+        )  # fmt: skip
+        more.pipelines, more.indexes = [*self.pipelines, pipeline], [*self.indexes, index]
+        more.orders = [*self.orders, _order(job, source, index)]
+        more.added = (*self.added, source.name)
+        more.fingerprint = fingerprint(job, more.indexes, more.pipelines, more.added)
+        return more
+
+    def new_source(self, at: int) -> NewSource:
+        """The last source as it joins."""
+        name = self.job.names[-1]
+        return NewSource(event=AddSource(at, name, source_mark(self.fingerprint, name)), source=self._source_spec(-1))
+
+    def fitting(self, saved: Any) -> Blueprint:
+        """This blueprint with a schedule that knows the sources it knew when the state was saved: not those that joined later."""
+        try:
+            joined_then = {str(e["name"]) for e in saved["events"] if e["event"] == "add_source"}
+        except (KeyError, TypeError):  # no state at all: to be said by ``restore``
+            return self
+        added = tuple(name for name in self.job.names if name in joined_then)
+        if added == self.added:
+            return self
+        other = copy.copy(self)
+        other.added, other.job = added, _bound(self.given, self.indexes, added)
+        other.fingerprint = fingerprint(other.job, self.indexes, self.pipelines, added)
+        return other
 
     def _chunk_reader(self, i: int) -> ChunkReader:
         return ChunkReader(self.indexes[i], options=self._read_options(self.job.sources[i], self.pipelines[i]), cache=self.handles)
 
     def _stages(self, i: int) -> Any:
-        if not self.pipelines[i].holds_lock:
+        if not self.pipelines[i].holds_lock and self.job.sources[i].workers == "threads":
             return self.pipelines[i]
         worker = TransformWorker(self.pipelines[i])
         self._workers.append(worker)
         return worker
 
+    @property
+    def workers(self) -> int:
+        return len(self._workers)
+
+    def close_workers(self, keep: int = 0) -> None:
+        """End worker processes, but for the first ``keep``."""
+        while len(self._workers) > keep:
+            self._workers.pop().close()
+
     def close(self) -> None:
-        for worker in self._workers:
-            worker.close()
-        self._workers.clear()
+        self.close_workers()
         self.handles.close()
 
     # state as plain JSON
@@ -160,9 +189,13 @@ class Blueprint:
             "cursors": dict(zip(names, state.cursors.tolist(), strict=True)),
             "owed": dict(zip(names, state.owed, strict=True)),
             "active": dict(zip(names, state.active, strict=True)),
-            "events": [_event_out(e) for e in state.events],
+            "events": [event_out(e) for e in state.events],
             "mix": [state.mix_step, state.mix_epoch],
+            **({"ahead": ahead} if (ahead := {n: a.tolist() for n, a in zip(names, state.ahead, strict=False) if len(a)}) else {}),
             "counts": {k: dict(zip(names, v.tolist(), strict=True)) for k, v in state.counts.items()},
+            **({"weights": dict(zip(names, state.weights, strict=True))} if state.weights else {}),
+            **({"schedule": dict(state.schedule)} if state.schedule else {}),
+            **({"reports": reports_out(state.reports)} if state.reports else {}),
         }
 
     def restore(self, saved: Mapping[str, Any], allow: tuple[str, ...] = ()) -> StreamState:
@@ -171,10 +204,20 @@ class Blueprint:
             found = saved.get("version") if isinstance(saved, Mapping) else type(saved).__name__
             raise StateMismatch({"version": (str(found), str(STATE_VERSION))}, "this is no state of this version of Overlord")
         try:
-            self._check_fingerprint(saved["fingerprint"], allow)
-            return self._state_of(saved)
+            self._check_fingerprint(saved, allow)
+            state = self._state_of(saved)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
             raise StateMismatch({"form": ("damaged", f"{type(e).__name__}: {e}")}, "save and load what state_dict() gave, unchanged") from e
+        if state.schedule is not None:
+            try:  # on a copy: nothing is to be changed by a state that does not fit
+                copy.deepcopy(self.job.mixture).load_state_dict(copy.deepcopy(state.schedule))
+            except Exception as e:
+                if {"mixture", "schedule"} & set(allow):  # another mixture is meant, and begins to learn
+                    return replace(state, schedule=None)
+                raise StateMismatch(
+                    {"schedule": ("what it had learned", f"{type(e).__name__}: {e}")}, "pass allow=('schedule',) to let it begin anew"
+                ) from e
+        return state
 
     def _state_of(self, saved: Mapping[str, Any]) -> StreamState:
         names = self.job.names
@@ -188,26 +231,42 @@ class Blueprint:
             cursors=np.array(cursors, np.int64),
             owed=tuple(int(saved["owed"].get(n, 0)) for n in names),
             active=tuple(bool(saved["active"].get(n, True)) for n in names),
-            events=tuple(_event_in(e) for e in saved["events"]),
+            events=tuple(e for e in map(event_in, saved["events"]) if not isinstance(e, AddSource) or e.name in names),
             mix_step=int(saved["mix"][0]), mix_epoch=int(saved["mix"][1]),
+            ahead=tuple(np.array(saved["ahead"].get(n, ()), np.int32) for n in names) if saved.get("ahead") else (),
             counts={k: np.array([v.get(n, 0) for n in names], np.int64) for k, v in saved["counts"].items()},
+            weights=tuple(float(saved["weights"].get(n, 0.0)) for n in names) if "weights" in saved else (),
+            schedule=dict(saved["schedule"]) if "schedule" in saved and has_state(self.job.mixture) else None,
+            reports=reports_in(saved.get("reports", {})),
         )  # fmt: skip
 
-    def _check_fingerprint(self, saved: Mapping[str, str], allow: tuple[str, ...]) -> None:
-        parts = sorted({*saved, *self.fingerprint})
-        differ = {
-            p: (saved.get(p, "nothing"), self.fingerprint.get(p, "nothing")) for p in parts if saved.get(p) != self.fingerprint.get(p)
-        }
+    def _check_fingerprint(self, saved: Mapping[str, Any], allow: tuple[str, ...]) -> None:
+        then, now = saved["fingerprint"], self.fingerprint
+        differ = {p: (then.get(p, "nothing"), now.get(p, "nothing")) for p in sorted({*then, *now}) if then.get(p) != now.get(p)}
+        absent = []
+        for event in map(event_in, saved["events"]):
+            if not isinstance(event, AddSource):
+                continue
+            if event.name not in self.job.names:
+                absent.append(event.name)
+                differ[f"source {event.name}: added"] = (f"at step {event.at}", "not among the job's sources")
+            elif not any(p.startswith(f"source {event.name}: ") for p in differ) and event.fingerprint != source_mark(now, event.name):
+                differ[f"source {event.name}: added"] = (event.fingerprint, source_mark(now, event.name))
         differ = {p: v for p, v in differ.items() if p not in allow}
-        if differ:
-            some = ", ".join(repr(p) for p in sorted(differ))
-            raise StateMismatch(
-                differ, f"if this is meant, pass allow=({some},); the stream then goes on, but is not the one that was saved"
-            )
+        if not differ:
+            return
+        remedy = f"pass allow=({', '.join(repr(p) for p in sorted(differ))},); the stream then goes on, but is not the one that was saved"
+        if absent:
+            known = f"a state holds no code: list what was added in mid-run ({', '.join(absent)}) last in Job.sources"
+            raise StateMismatch(differ, f"{known}; or, to go on without, {remedy}")
+        raise StateMismatch(differ, f"if this is meant, {remedy}")
 
 
-def fingerprint(job: Job, indexes: list[Index], pipelines: list[Pipeline]) -> dict[str, str]:
-    """What shapes the stream, part by part, so that a mismatch can be named. ``place`` is left out: state fits any mesh."""
+def fingerprint(job: Job, indexes: list[Index], pipelines: list[Pipeline], added: tuple[str, ...] = ()) -> dict[str, str]:
+    """What shapes the stream, part by part, so that a mismatch can be named. ``place`` is left out: state fits any mesh.
+
+    The weight of a source that was ``added`` counts beside any mixture, so it is a part of its own.
+    """
     parts = {
         "sources": digest(*job.names),
         "seed": str(job.seed),
@@ -220,6 +279,7 @@ def fingerprint(job: Job, indexes: list[Index], pipelines: list[Pipeline]) -> di
         "draw",
         "mix_every",
         "look_ahead",
+        "max_age",
         "overflow",
         "shuffle_chunks",
         "slice_rows",
@@ -228,33 +288,47 @@ def fingerprint(job: Job, indexes: list[Index], pipelines: list[Pipeline]) -> di
         "on_long",
     ):
         parts[name] = str(getattr(job, name))
+    if job.hooks:
+        parts["hooks"] = digest(*(_source_of(hook) for hook in job.hooks))
     for source, index, pipeline in zip(job.sources, indexes, pipelines, strict=True):
         parts[f"source {source.name}: files"] = index.fingerprint
         parts[f"source {source.name}: transforms"] = pipeline.fingerprint
         parts[f"source {source.name}: reading"] = (
             f"epochs {source.epochs}, shuffle {source.shuffle}, max_sample_bytes {source.max_sample_bytes}"
         )
+        if source.name in added:
+            parts[f"source {source.name}: weight"] = repr(float(source.weight))
     return parts
 
 
-def schedule_of(job: Job) -> Callable[[int, Mapping[str, float]], list[float]]:
-    """The job's mixture as a function of the step: a list of weights in source order."""
-    mixture, names = job.mixture, job.names
-    if mixture is None:
-        fixed = [float(s.weight) for s in job.sources]
-        return lambda step, feedback: fixed
-    if isinstance(mixture, Mapping):
-        given = [float(mixture.get(n, 0.0)) for n in names]
-        return lambda step, feedback: given
+def source_mark(parts: Mapping[str, str], name: str) -> str:
+    """One digest of a source's parts of a fingerprint."""
+    return digest(*(f"{part}={parts[part]}" for part in sorted(parts) if part.startswith(f"source {name}: ")))
 
-    def scheduled(step: int, feedback: Mapping[str, float]) -> list[float]:
-        said = mixture(step, feedback)
-        try:
-            return by_source(said, names)
-        except JobError as e:
-            raise PlanError("; ".join(e.problems), step, "mend the schedule") from None
 
-    return scheduled
+def _order(job: Job, source: Source, index: Index) -> SourceOrder:
+    return SourceOrder(
+        name=source.name, n_chunks=len(index.chunks), seed=job.seed, shuffle=source.shuffle, shuffle_chunks=job.shuffle_chunks
+    )  # fmt: skip
+
+
+def _bound(job: Job, indexes: list[Index], added: tuple[str, ...] = ()) -> Job:
+    """The job with its schedule told what only the job and its files know: weights and sizes of the sources it began with."""
+    sources = [(s, i) for s, i in zip(job.sources, indexes, strict=True) if s.name not in added]
+    mixture = bind(job.mixture, {s.name: float(s.weight) for s, _ in sources}, {s.name: i.rows for s, i in sources})
+    return job if mixture is job.mixture else replace(job, mixture=mixture)
+
+
+def schedule_of(job: Job, added: tuple[str, ...] = ()) -> Any:
+    """The job's mixture for one planner: fixed weights by name, or a schedule that is its own, since schedules learn."""
+    if job.mixture is None:
+        return {s.name: float(s.weight) for s in job.sources if s.name not in added}
+    if isinstance(job.mixture, Mapping):
+        return {name: float(weight) for name, weight in job.mixture.items()}
+    try:
+        return copy.deepcopy(job.mixture)
+    except Exception as e:
+        raise JobError([f"mixture: a schedule is copied for every run of the job, and this one cannot be: {e}"], "launch") from e
 
 
 def _mixture_text(job: Job) -> str:
@@ -271,6 +345,8 @@ def _source_of(function: Any) -> str:
         return said
     if isinstance(function, functools.partial):
         return f"{_source_of(function.func)} of {function.args!r} {sorted(function.keywords.items())!r}"
+    if isinstance(function, (Hook, RawPlan)):
+        return f"{[getattr(function, f.name) for f in fields(function) if f.name != 'fn']} {_source_of(function.fn)}"
     if not inspect.isroutine(function) and repr(function) != object.__repr__(function):
         return repr(function)
     what = function if inspect.isroutine(function) else type(function)
@@ -278,19 +354,3 @@ def _source_of(function: Any) -> str:
         return inspect.getsource(what)
     except (OSError, TypeError):
         return f"{getattr(what, '__module__', '')}.{getattr(what, '__qualname__', type(what).__qualname__)}"
-
-
-def _event_out(event: SetMixture | Skip) -> dict[str, Any]:
-    if isinstance(event, SetMixture):
-        return {"event": "set_mixture", "at": event.at, "weights": dict(event.weights)}
-    return {"event": "skip", "steps": list(event.steps)}
-
-
-def _event_in(saved: Mapping[str, Any]) -> SetMixture | Skip:
-    if saved["event"] == "set_mixture":
-        return SetMixture(int(saved["at"]), {str(k): float(v) for k, v in saved["weights"].items()})
-    return Skip(tuple(int(s) for s in saved["steps"]))
-
-
-def n_workers(options: Options) -> int:
-    return options.workers or max(2, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))

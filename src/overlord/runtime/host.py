@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from overlord.constructor.assembler import Assembler
 from overlord.constructor.builder import Bucket, StagedStep, build_buckets
 from overlord.constructor.slabs import SlabPool
 from overlord.errors import OverlordError, SourceError
+from overlord.hooks import CONSTRUCTOR, LOADER, Hook, of_kind, popped_by
 from overlord.job import Batch
 from overlord.loader.buffer import Shelf
 from overlord.loader.loader import Loader
@@ -41,6 +43,7 @@ from overlord.messages import (
     Staged,
 )  # fmt: skip
 from overlord.planner.planner import Planner
+from overlord.planner.spec import NewSource
 from overlord.sample import Ragged
 
 log = logging.getLogger("overlord")
@@ -69,12 +72,14 @@ class Host:
 
     def __init__(
         self, *, planner: Planner, loaders: Sequence[Loader], readers: Sequence[SourceReader], assemblers: Sequence[Assembler],
-        batch: Batch, multiple: int, executor: Executor, check: bool = False,
+        batch: Batch, multiple: int, executor: Executor, check: bool = False, hooks: Sequence[Hook] = (), seed: int = 0,
     ):  # fmt: skip
         self.planner, self.loaders, self.readers, self.assemblers = planner, list(loaders), list(readers), list(assemblers)
         self.shelves = [Shelf() for _ in self.loaders]
         self._batch, self._multiple, self._executor, self._check = batch, multiple, executor, check
+        self._pop_hooks, self._build_hooks, self._seed = of_kind(hooks, LOADER), of_kind(hooks, CONSTRUCTOR), seed
         self.slabs = SlabPool()
+        self._held = Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64))  # payload of samples that look-ahead passed over
         self._staged: dict[int, StagedStep] = {}
         self._holders: dict[int, set[int]] = {}  # step -> buckets that still need its payload
         self._built: dict[tuple[int, int], tuple[Stage, Bucket]] = {}
@@ -113,6 +118,20 @@ class Host:
     def event(self, event: Any) -> None:
         """An event of the log, for the planner."""
         self._run(self.planner.handle(event))
+
+    def add_source(
+        self, new: NewSource, cores: Sequence[tuple[Loader, SourceReader]], budget_bytes: int, joined: Callable[[], None] = lambda: None
+    ) -> None:
+        """A source joins, with loaders behind all others; the planner refuses before anything has changed. ``joined`` is called
+        when it has, before a step with the source reaches anyone."""
+        commands = self.planner.handle(new)
+        self.loaders += [loader for loader, _ in cores]
+        self.readers += [reader for _, reader in cores]
+        self.shelves += [Shelf() for _ in cores]
+        for loader in self.loaders:
+            loader.set_budget(budget_bytes)
+        joined()
+        self._run(commands)
 
     # carrying out commands
 
@@ -155,7 +174,7 @@ class Host:
                     buckets.append(self._queue.popleft().bucket)
                 staged = self._staged[step]
                 self._executor.submit(
-                    "build", lambda: build_buckets(staged, buckets, self._batch, self._multiple, self.slabs),
+                    "build", lambda: build_buckets(staged, buckets, self._batch, self._multiple, self.slabs, self._build_hooks),
                     self._build_done(step, buckets), urgent=True,
                 )  # fmt: skip
             case Deliver(step=step, rank=rank):
@@ -184,15 +203,28 @@ class Host:
         self._keep(stage)
         for watcher in self.on_stage:
             watcher(stage)
+        if stage.kept is not None:
+            held = Ragged.concat([self._held, *pieces])
+            self._held, pieces = held.take(stage.kept), [held.take(stage.doc)]
+            stage = replace(stage, doc=np.arange(len(stage.doc)))
         if not stage.skipped:
             self._staged[step] = StagedStep(stage, Ragged.concat(pieces))
             self._holders[step] = {a.bucket for a in self.assemblers}
         for assembler in self.assemblers:
             assembler.handle(stage)
-        if not stage.skipped:
+        if not stage.skipped and self._pop_hooks:
+            staged = self._staged[step]
+            self._executor.submit("loader hooks", lambda: self._popped(staged), self._pop_done(step), urgent=True)
+        elif not stage.skipped:
             # Ahead of what the planner asked loaders for: a step is what a trainer waits for.
-            builds = [command for a in self.assemblers for command in a.handle(Staged(step))]
-            self._queue.extendleft(reversed(builds))
+            self._queue.extendleft(reversed(self._staged_now(step)))
+
+    def _staged_now(self, step: int) -> list[Any]:
+        return [command for a in self.assemblers for command in a.handle(Staged(step))]
+
+    def _popped(self, staged: StagedStep) -> StagedStep:
+        doc, tokens = popped_by(self._pop_hooks, staged.plan, staged.stage.doc, staged.tokens, self._seed)
+        return replace(staged, stage=replace(staged.stage, doc=doc), tokens=tokens)
 
     def _keep(self, stage: Stage) -> None:
         self.plans.append(stage)
@@ -221,13 +253,27 @@ class Host:
 
         return done
 
+    def _pop_done(self, step: int) -> Callable[[Any, BaseException | None], None]:
+        def done(outcome: Any, error: BaseException | None) -> None:
+            if error is not None:
+                self._cannot(step, [a.bucket for a in self.assemblers], "popping", error)
+            elif step in self._staged:
+                self._staged[step] = outcome
+                self._run(self._staged_now(step))
+
+        return done
+
+    def _cannot(self, step: int, buckets: Sequence[int], what: str, error: BaseException) -> None:
+        """A step that cannot be delivered: the job ends before it."""
+        log.error("%s step %d for buckets %s failed: %s", what, step, buckets, error)
+        for bucket in buckets:
+            self._let_go(step, bucket)
+        self._run(self.planner.handle(Finish(step, _as_exception(error))))
+
     def _build_done(self, step: int, buckets: Sequence[int]) -> Callable[[Any, BaseException | None], None]:
         def done(outcome: Any, error: BaseException | None) -> None:
             if error is not None:
-                log.error("building step %d for buckets %s failed: %s", step, buckets, error)
-                for bucket in buckets:
-                    self._let_go(step, bucket)
-                self._run(self.planner.handle(Finish(step, _as_exception(error))))
+                self._cannot(step, buckets, "building", error)
                 return
             stage = self._staged[step].stage
             for bucket, built in zip(buckets, outcome, strict=True):
@@ -254,6 +300,7 @@ class Host:
         return {
             "ready": sum(s.nbytes for s in self.shelves),
             "windows": sum(r.stats.raw_bytes for r in self.readers),
+            "held": self._held.nbytes,
             "staged": sum(s.tokens.nbytes for s in self._staged.values()),
             "assembled": sum(a.nbytes for _, b in self._built.values() for m in b.microbatches for a in m.values()),
         }

@@ -21,6 +21,7 @@ log = logging.getLogger("overlord")
 # Handing work to a thread and back costs 0.1 to 0.3 ms, and data that crosses cores costs more again: below this, one core is
 # cheaper by a third and hardly slower (benchmarks/throughput.py, null job). Tokenizing blocks are sized above it.
 INLINE_S = 0.005
+TURN_S = 0.02  # short work may lead to more short work for ever: so long at a time
 SLOW_S = 0.020  # work done in the pump that took this long is not done there again soon
 
 
@@ -32,6 +33,7 @@ class Pump:
         self._failed: Callable[[BaseException], None] = lambda error: None
         self._thread = threading.Thread(target=self._loop, name=f"overlord-pump-{name}", daemon=True)
         self.broken: BaseException | None = None
+        self.turn = 0.0  # when the call that is running began
 
     def start(self, failed: Callable[[BaseException], None]) -> None:
         """``failed`` is told of an error that no core could handle; nothing is pumped after it."""
@@ -71,6 +73,7 @@ class Pump:
 
     def _loop(self) -> None:
         while (call := self._calls.get()) is not None:
+            self.turn = time.perf_counter()
             try:
                 call()
             except BaseException as error:
@@ -100,8 +103,8 @@ class ThreadExecutor:
     as it is seen to be long; a read that waits for a disk or a store is long.
     """
 
-    def __init__(self, workers: int, post: Callable[[Callable[[], None]], None], inline_s: float = INLINE_S):
-        self._post = post
+    def __init__(self, workers: int, pump: Pump, inline_s: float = INLINE_S):
+        self._pump = pump
         self._urgent, self._later = deque[_Task](), deque[_Task]()
         self._inline_s = inline_s
         self._seconds: dict[str, list[float]] = {}  # name -> seconds for a unit of its work, the last four times
@@ -114,7 +117,11 @@ class ThreadExecutor:
     def submit(self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False) -> None:
         # The least of four: waiting for the interpreter lock lengthens some, waiting for storage lengthens all.
         if size * min(self._seconds.get(name, (1.0,))) < self._inline_s:
-            done(*self._do(name, work, size))
+            outcome = self._do(name, work, size)
+            if time.perf_counter() - self._pump.turn < TURN_S:
+                done(*outcome)
+            else:  # others wait for the pump: what this leads to comes behind them
+                self._pump.post(lambda: done(*outcome))
             return
         with self._changed:
             (self._urgent if urgent else self._later).append((name, work, done, size))
@@ -140,7 +147,7 @@ class ThreadExecutor:
                     return
                 name, work, done, size = (self._urgent or self._later).popleft()
             outcome, failure = self._do(name, work, size)
-            self._post(lambda done=done, outcome=outcome, failure=failure: done(outcome, failure))  # type: ignore[misc]
+            self._pump.post(lambda done=done, outcome=outcome, failure=failure: done(outcome, failure))  # type: ignore[misc]
             del work, done, outcome, failure
 
     def close(self, timeout_s: float = 0.5) -> None:

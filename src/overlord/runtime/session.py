@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 import json
+import logging
 import operator
-import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overlord.client.client import Client, Inbox
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError, PlanError, StateMismatch
 from overlord.hashing import digest
-from overlord.job import Job
-from overlord.messages import SetMixture, Skip, StreamState
-from overlord.observe.memory import pss_bytes
+from overlord.job import Job, Source
+from overlord.messages import Cursor, Report, SetMixture, Skip, StreamState
+from overlord.observe.metrics import actors, job_metrics, loader_name
 from overlord.plan import LoadingPlan
-from overlord.planner.events import last_step
+from overlord.planner.events import Event, Log, said_of_all
+from overlord.planner.feedback import checked
 from overlord.planner.schedule import plain
-from overlord.runtime.bootstrap import Blueprint, Options, n_workers
+from overlord.planner.schedulebase import learns
+from overlord.runtime.bootstrap import Blueprint
+from overlord.runtime.host import Host
+from overlord.runtime.later import LaterMethods
 from overlord.runtime.local import Pump, ThreadExecutor
+from overlord.runtime.options import n_workers
+from overlord.sample import Buffer
+
+log = logging.getLogger("overlord")
+
+if TYPE_CHECKING:
+    from overlord.observe.explain import Explanation, Known
+    from overlord.planner.dgraph import DGraph
+    from overlord.sample import SampleId
 
 WHY_S = 1.0  # how long a client waits to be told why it waits
 
 
-class Session:
+class Session(LaterMethods):
     """A running job. Use it as a context manager, or call ``close``."""
 
     def __init__(self, job: Job, blueprint: Blueprint, state: StreamState | None):
         self.job, self._blueprint = job, blueprint
+        self._blueprints = [blueprint]  # with each source that joined, one more: a state may be of before
         self._options = blueprint.options
         self._clients: dict[int, Client] = {}
         self._inboxes: dict[int, tuple[int, Inbox]] = {}  # rank -> (generation, inbox)
@@ -41,10 +55,13 @@ class Session:
         self._moving = threading.Lock()  # one rank at a time moves the session to a state
         self._taken: dict[int, int] = {}  # rank -> last step it took
         self._told = -1  # the last step all took, as the pump knows
-        self._events: tuple[SetMixture | Skip, ...] = ()  # those that some client's state may not hold yet
+        self._log = Log(job.feedback_lag)  # what some client's state may not hold yet
+        self._learns = learns(job.mixture)
+        self._refused = 0  # reports that raised
+        self._warned = self._learns or not callable(job.mixture)
         self._started = time.monotonic()
         self._pump = Pump(job.name)
-        self._executor = ThreadExecutor(n_workers(self._options), self._pump.post)
+        self._executor = ThreadExecutor(n_workers(self._options), self._pump)
         try:
             self._host = blueprint.host(self._executor, state)
         except BaseException:
@@ -58,8 +75,8 @@ class Session:
         """The client of one rank. Open the clients of all ranks of this process before iterating the first."""
         if self._closed:
             raise OverlordError("the session is closed")
-        if not 0 <= rank < self.job.place.world:
-            raise JobError([f"rank {rank} is outside 0..{self.job.place.world - 1} of {self.job.place}"], "client")
+        if not 0 <= rank < self.job.place.world_size:
+            raise JobError([f"rank {rank} is outside 0..{self.job.place.world_size - 1} of {self.job.place}"], "client")
         with self._lock:
             if rank in self._clients:
                 return self._clients[rank]
@@ -74,6 +91,7 @@ class Session:
                 rank, inbox, begin=self._begin, consumed=lambda box, step: self._consumed(rank, box, step),
                 waiting_for=lambda: self._why(rank), export=self._export,
                 rewind=lambda state, allow: self._rewind(rank, state, allow), start=self._start_state,
+                report=lambda box, step, metrics, next_step: self._report(rank, box, step, metrics, next_step),
                 close=lambda: self._detach(rank), stall_warn_s=self._options.stall_warn_s, stall_limit_s=self._options.stall_limit_s,
             )  # fmt: skip
             return client
@@ -137,45 +155,69 @@ class Session:
         return self._export(min(behind, key=lambda s: s.step) if behind else self._start_state)
 
     def _export(self, state: StreamState) -> dict[str, Any]:
-        """A state with the events that came after its step was planned: prefetch runs ahead of what a trainer says."""
-        late = [e for e in self._events if last_step(e) >= state.step and all(e is not known for known in state.events)]
-        return self._blueprint.export(replace(state, events=(*state.events, *late)) if late else state)
+        """A state with the events and reports that came after its step was planned: prefetch runs ahead of what a trainer says."""
+
+        def act() -> dict[str, Any]:
+            blueprint = self._blueprint
+            return blueprint.export(self._log.completed(state, blueprint.job.names))
+
+        if not self._learns:
+            return act()
+        try:  # behind the reports that are on their way to the planner
+            done: dict[str, Any] = self._pump.ask(act, "the planner")
+            return done
+        except ActorLost:
+            return act()
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
         """Move the whole session to a saved state: every client goes on from there."""
-        restored = self._blueprint.restore(state, allow)
+        blueprint, restored = self._restore(state, allow)
         with self._moving:
-            self._restart(restored, self._mark_of(restored))
+            self._restart(blueprint, restored, _mark_of(blueprint, restored))
             with self._lock:
                 self._inboxes = {rank: (self._generation, inbox) for rank, (_, inbox) in self._inboxes.items()}
                 for rank, client in self._clients.items():
                     client._inbox, client._state = self._inboxes[rank][1], self._start_state
 
+    def _restore(self, saved: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[Blueprint, StreamState]:
+        """A state, and the blueprint with the sources there were: it may be of a step before some of them joined."""
+        names = saved.get("cursors") if isinstance(saved, Mapping) else None
+        known = set(names) if isinstance(names, Mapping) else set()
+        error: StateMismatch | None = None
+        for one in [b for b in reversed(self._blueprints) if set(b.job.names) == known] or [self._blueprint]:
+            try:
+                blueprint = one.fitting(saved)
+                return blueprint, blueprint.restore(saved, allow)
+            except StateMismatch as e:
+                error = error or e
+        assert error is not None
+        raise error
+
     def _rewind(self, rank: int, state: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[Inbox, StreamState]:
         """One rank loads a state. The first opens a generation; the others join it, and must load the same state."""
-        restored = self._blueprint.restore(state, allow)
-        mark = self._mark_of(restored)
+        blueprint, restored = self._restore(state, allow)
+        mark = _mark_of(blueprint, restored)
         with self._moving:
             if rank not in self._inboxes:
                 raise OverlordError(f"the client of rank {rank} is closed")
             if self._inboxes[rank][0] == self._generation:
                 if mark != self._mark or self._taken:  # else it stands there already, and so does everyone
-                    self._restart(restored, mark)
+                    self._restart(blueprint, restored, mark)
             elif mark != self._mark:
                 raise StateMismatch(
                     {"step": (str(restored.step), str(self._start_state.step))},
                     "another rank has moved the session to another state; load the same state on every rank",
                 )
+            # A state that this rank saved for itself holds its own reports; that of the first rank may be a moment older.
+            for report in restored.reports:
+                if report.rank == rank and report not in self._start_state.reports:
+                    self._pump.post(lambda host=self._host, report=report: self._take_report(host, report))  # type: ignore[misc]
             with self._lock:
                 inbox = self._inboxes[rank][1]
                 self._inboxes[rank] = (self._generation, inbox)
             return inbox, self._start_state
 
-    def _mark_of(self, state: StreamState) -> str:
-        """Equal states, equal marks, however they were written down."""
-        return digest(json.dumps(self._blueprint.export(state), sort_keys=True))
-
-    def _restart(self, state: StreamState, mark: str) -> None:
+    def _restart(self, blueprint: Blueprint, state: StreamState, mark: str) -> None:
         """New cores at a state; the old ones and all they hold are dropped."""
         if self._closed:
             raise OverlordError("the session is closed")
@@ -185,12 +227,13 @@ class Session:
         for _, inbox in list(self._inboxes.values()):
             inbox.end(OverlordError("another rank moved the session to a saved state; load the same state on this rank"))
         self._pump.ask(lambda: old.stop(), "the old cores to stop")
-        executor = ThreadExecutor(n_workers(self._options), self._pump.post)
-        host = self._blueprint.host(executor, state)
+        executor = ThreadExecutor(n_workers(self._options), self._pump)
+        host = blueprint.host(executor, state)
         with self._lock:
+            self._blueprint, self.job = blueprint, blueprint.given
             self._generation, self._mark, self._executor, self._host = self._generation + 1, mark, executor, host
             self._start_state = host.planner.state()
-            self._taken, self._told, self._events = {}, -1, ()
+            self._taken, self._told, self._log = {}, -1, Log(self.job.feedback_lag)
             self._inboxes = {rank: (joined, Inbox()) for rank, (joined, _) in self._inboxes.items()}
             boxes = {rank: inbox for rank, (_, inbox) in self._inboxes.items()} if self._begun else {}
         if self._closed:  # while this was under way
@@ -212,8 +255,8 @@ class Session:
         given = {name: plain(weight) for name, weight in weights.items()}
 
         def act() -> int:
-            event = SetMixture(self._host.planner.next_step if step is None else step, given)
-            self._add(event)
+            event = SetMixture(self._host.planner.open_step if step is None else step, given)
+            self._add(said_of_all(event, self.job.names))
             return event.at
 
         self._refuse_closed()
@@ -229,8 +272,77 @@ class Session:
     def _add(self, event: SetMixture | Skip) -> None:
         """In the pump. Clients stand at steps planned before this: their states get the event until they have passed it."""
         self._host.event(event)
-        first = min((c._state.step for c in list(self._clients.values())), default=self._start_state.step)
-        self._events = (*(e for e in self._events if last_step(e) >= first), event)
+        self._note(event)
+
+    def _note(self, event: Event) -> None:
+        self._log.add(event, self._slowest())
+
+    def _slowest(self) -> int:
+        """The lowest step at which a client's state stands."""
+        return min((c._state.step for c in list(self._clients.values())), default=self._start_state.step)
+
+    def add_source(self, source: Source, at: int | None = None, *, loaders: int = 1) -> int:
+        """One more source, drawn from step ``at`` on (default: the first step not yet planned); returns that step.
+
+        It weighs its own ``weight`` beside what the mixture gives the others, unless the mixture names it. Nothing else in the
+        stream changes. It is indexed here first; what is wrong with it is raised as at launch, and then nothing has happened.
+        To resume from a state saved after this, list the source last in ``Job.sources``: a state holds no code.
+        """
+        [step] = _steps("add_source", [] if at is None else [at]) or [None]
+        self._refuse_closed()
+        with self._moving:
+            if step is not None:  # said before a long look at the files, too
+                self._pump.ask(lambda: self._host.planner.refuse_planned(step), "the planner")
+            before = self._blueprint.workers
+            more = self._blueprint.with_source(source, loaders)
+            try:
+                cores = more.loaders_for(len(more.job.sources) - 1, Cursor())
+                self._refuse_closed()
+                return int(self._pump.ask(lambda: self._join(more, cores, step), "the planner"))
+            except DataStall:  # the pump is busy, and may come to it yet
+                raise
+            except Exception:
+                more.close_workers(before)
+                raise
+
+    def _join(self, more: Blueprint, cores: list[Any], at: int | None) -> int:
+        """In the pump: the source takes part from here on."""
+        new = more.new_source(self._host.planner.open_step if at is None else at)
+
+        def joined() -> None:
+            self._blueprint, self.job = more, more.given
+            self._blueprints.append(more)
+            self._note(new.event)
+
+        self._host.add_source(new, cores, more.budget_bytes, joined)
+        return new.event.at
+
+    # feedback
+
+    def _report(self, rank: int, inbox: Inbox, step: Any, metrics: Any, next_step: int) -> None:
+        """In the trainer's thread: what is wrong is told here, what is right goes to the planner."""
+        self._refuse_closed()
+        try:
+            report = checked(rank, step, metrics, next_step)
+        except JobError:
+            with self._lock:
+                self._refused += 1
+            raise
+        with self._lock:
+            if rank not in self._inboxes:
+                raise OverlordError(f"the client of rank {rank} is closed")
+            if self._inboxes[rank][1] is not inbox:
+                return  # another rank moved the session: the step belongs to what is over
+            host, warn, self._warned = self._host, not self._warned, True
+        if warn:
+            log.warning("reports reach no schedule: the mixture has no state and no takes_feedback = True")
+        self._pump.post(lambda: self._take_report(host, report))
+
+    def _take_report(self, host: Host, report: Report) -> None:
+        """In the pump. What comes too late is dropped, so it must not be in a state either."""
+        if host is self._host and host.planner.in_time(report):
+            self._log.report(report, self._slowest())
+        host.event(report)
 
     # what people ask
 
@@ -242,9 +354,43 @@ class Session:
             raise PlanError(f"step {step} is not planned yet, or no longer held", step, f"steps held: {held}")
         return plans[step]
 
+    def graph(self, step: int) -> DGraph:
+        """The graph of a planned step, with what strategies are not told: who read each sample, who builds each bucket."""
+        from overlord.observe.explain import stage_of
+        from overlord.planner.bindings import planned_graph
+
+        known = self._pump.ask(self._known, "the planner")
+        stage = stage_of(step, known.stages, known.state.step)
+        assert stage.loader is not None
+        return planned_graph(stage.plan, self.job.batch, self.job.place, stage.loader, known.loaders)
+
+    def explain(self, what: int | str | SampleId) -> Explanation:
+        """A step by its number: which rows, which weights, how it was placed. A sample by its id: where it went, and why."""
+        from overlord.observe.explain import explain
+
+        return explain(what, self._pump.ask(self._known, "the planner"))
+
+    def _known(self) -> Known:
+        from overlord.observe.explain import Known
+
+        host, made = self._host, self._blueprint
+        return Known(
+            job=self.job, names=host.planner.spec.names, indexes=tuple(made.indexes), orders=tuple(made.orders),
+            stages=tuple(host.plans), quarantine=tuple(host.planner.ledger.quarantine), state=host.planner.state(),
+            start=self._start_state.step, loaders=tuple(loader_name(c, r) for c, r in zip(host.loaders, host.readers, strict=True)),
+        )  # fmt: skip
+
+    def summary_buffer(self) -> Buffer:
+        """What the planner sees now: metadata of all samples that are ready and not drawn, source by source in stream order.
+
+        For what-if: ``DGraph.from_buffer(session.summary_buffer(), place).mix(weights)`` and so on. What is ready depends on
+        timing, so nothing of the stream may be decided by it.
+        """
+        return self._pump.ask(lambda: self._host.planner.summary_buffer(), "the planner")
+
     def quarantine(self) -> list[dict[str, Any]]:
         """Rows passed so far that never reached a plan, each with its reason."""
-        rows = self._pump.ask(lambda: list(self._host.planner.quarantine), "the planner")
+        rows = self._pump.ask(lambda: list(self._host.planner.ledger.quarantine), "the planner")
         indexes = self._blueprint.indexes
         return [
             {"source": self.job.names[q.source], "epoch": q.epoch, "file": q.file, "row": q.row, "part": 0,
@@ -257,43 +403,15 @@ class Session:
         return self._pump.ask(self._metrics, "the pump")
 
     def _metrics(self) -> dict[str, Any]:
-        host, names = self._host, self.job.names
-        totals = host.planner.totals
-        drawn = max(1, int(totals.samples.sum()))
-        weights = host.planner.weights or [0.0] * len(names)
-        stats: dict[str, dict[str, Any]] = {
-            name: {
-                "wanted": w / (sum(weights) or 1.0), "realised": int(totals.samples[i]) / drawn, "samples": int(totals.samples[i]),
-                "tokens": int(totals.tokens[i]), "quarantined": int(totals.quarantined[i]), "dropped": host.planner.dropped[i],
-                "read_s": 0.0, "transform_s": 0.0, "ready": 0, "ready_bytes": 0,
-            }
-            for i, (name, w) in enumerate(zip(names, weights, strict=True))
-        }  # fmt: skip
-        for loader, reader, shelf in zip(host.loaders, host.readers, host.shelves, strict=True):
-            s = stats[reader.order.name]
-            s["read_s"] += reader.stats.read_s
-            s["transform_s"] += reader.stats.transform_s
-            s["ready"] += loader.ready
-            s["ready_bytes"] += shelf.nbytes
+        found = job_metrics(self._host, self.job.names)
         return {
-            "planned_steps": host.planner.next_step,
+            **found,
             "uptime_s": time.monotonic() - self._started,
-            "samples": int(totals.samples.sum()),
-            "tokens": int(totals.tokens.sum()),
-            "sources": stats,
-            "memory": {**host.held_bytes(), "pss": pss_bytes()},
+            "feedback": {**found["feedback"], "invalid": self._refused},
             "files": self._blueprint.handles.metrics(),
             "clients": {r: {"steps": c.steps, "waited_s": c.waited_s, "ready": len(c._inbox)} for r, c in list(self._clients.items())},
-            "actors": self._actors(),
+            "actors": actors(self._host, list(self._clients)),
         }
-
-    def _actors(self) -> list[dict[str, Any]]:
-        pid, host = os.getpid(), self._host
-        roles = [("planner", "planner", "planning")]
-        roles += [(f"loader/{r.order.name}/{c.number}", "loader", c.doing) for c, r in zip(host.loaders, host.readers, strict=True)]
-        roles += [(f"constructor/{a.bucket}", "constructor", a.waiting() or "idle") for a in host.assemblers]
-        roles += [(f"client/{rank}", "client", "attached") for rank in list(self._clients)]
-        return [{"name": n, "role": role, "pid": pid, "state": state} for n, role, state in roles]
 
     # the end
 
@@ -326,31 +444,14 @@ class Session:
         return f"Session({self.job!r}, local, {state})"
 
 
+def _mark_of(blueprint: Blueprint, state: StreamState) -> str:
+    """Equal states, equal marks, however they were written down. Reports are left out: those of one step are in the states of
+    some ranks and not yet in those of others."""
+    return digest(json.dumps(blueprint.export(replace(state, reports=())), sort_keys=True))
+
+
 def _steps(what: str, steps: Iterable[Any]) -> tuple[int, ...]:
     try:
         return tuple(operator.index(step) for step in steps)
     except TypeError:
         raise PlanError(f"{what}: steps are whole numbers, found {steps!r}") from None
-
-
-def launch(
-    job: Job, runtime: str = "local", resume: Mapping[str, Any] | None = None, allow: tuple[str, ...] = (), **options: Any
-) -> Session:
-    """Start a job. ``runtime``: ``"local"`` embeds it in this process. ``resume``: a state to go on from.
-
-    Options (none changes the stream): prefetch=4, loaders={"web": 3}, workers=, read_ahead=2, buffer_bytes=, open_bytes=,
-    open_files=, cache_dir=, stall_warn_s=30, stall_limit_s=600, progress=callback(done, total).
-    """
-    if not isinstance(job, Job):
-        raise JobError([f"wanted a Job, found {type(job).__name__}"], "launch")
-    if runtime != "local":
-        raise JobError([f"runtime: only 'local' is available in this version, found {runtime!r}"], "launch")
-    try:
-        chosen = Options(**options)
-    except TypeError:
-        known = list(Options.__dataclass_fields__)
-        unknown = [o for o in options if o not in known]
-        raise JobError([f"unknown option {o!r}; known: {', '.join(known)}" for o in unknown], "launch") from None
-    blueprint = Blueprint(job, chosen)
-    state = None if resume is None else blueprint.restore(resume, allow)
-    return Session(job, blueprint, state)

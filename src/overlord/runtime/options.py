@@ -1,0 +1,90 @@
+"""Launch options: how a job is run, never what it gives."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from overlord.errors import JobError
+from overlord.job import Job, did_you_mean
+from overlord.planner.schedulebase import learns
+from overlord.runtime import later
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Launch options: none of them changes the stream."""
+
+    prefetch: int = 4
+    loaders: Mapping[str, int] | None = None  # loaders per source; 1 where not named
+    workers: int | None = None  # threads that read, transform and build
+    read_ahead: int = 2  # steps' worth of samples held ready beyond the draw
+    buffer_bytes: int = 2**30  # of samples held ready beyond the draw, over all sources
+    open_bytes: int = 2**28  # of files held open in the middle of a chunk
+    open_files: int = 512
+    cache_dir: str | Path | None = None
+    stall_warn_s: float = 30.0
+    stall_limit_s: float = 600.0
+    check: bool = False  # check every core's invariants after every command (slow; for tests)
+    progress: Callable[[int, int], None] | None = None  # told (sources indexed, of how many)
+    partition: str | None = None  # from here on: values other than these are still to come
+    autoscale: bool = False
+    shadows: str = "none"
+    constructors: bool = True
+    sources_per_host: int | None = None
+
+    @staticmethod
+    def of(given: Mapping[str, Any]) -> Options:
+        """Options by name; unknown ones are told with those there are."""
+        known = [f.name for f in fields(Options)]
+        if unknown := [name for name in given if name not in known]:
+            raise JobError([f"unknown option {name!r}{did_you_mean(name, known)}" for name in unknown], "launch")
+        return Options(**given)
+
+    def problems(self, job: Job) -> list[str]:
+        found = later.option_problems(self)
+        for name, least in (("prefetch", 1), ("read_ahead", 1), ("buffer_bytes", 1), ("open_bytes", 1), ("open_files", 1)):
+            if not _is_int(getattr(self, name)) or getattr(self, name) < least:
+                found.append(f"{name}: wanted a whole number of at least {least}, found {getattr(self, name)!r}")
+        for name in ("stall_warn_s", "stall_limit_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                found.append(f"{name}: wanted a number of seconds, found {value!r}")
+        if self.workers is not None and (not _is_int(self.workers) or self.workers < 1):
+            found.append(f"workers: wanted a whole number of at least 1, found {self.workers!r}")
+        if self.cache_dir is not None and not isinstance(self.cache_dir, (str, Path)):
+            found.append(f"cache_dir: wanted a directory, found {self.cache_dir!r}")
+        if self.progress is not None and not callable(self.progress):
+            found.append(f"progress: wanted a function of (sources indexed, of how many), found {self.progress!r}")
+        found += self._loader_problems(job)
+        return found or self._lag_problems(job)
+
+    def _loader_problems(self, job: Job) -> list[str]:
+        if self.loaders is None:
+            return []
+        if not isinstance(self.loaders, Mapping):
+            return [f"loaders: wanted a number for each source by name, as in {{{job.names[0]!r}: 3}}, found {self.loaders!r}"]
+        found = [f"loaders: unknown source {name!r}{did_you_mean(name, job.names)}" for name in self.loaders if name not in job.names]
+        wrong = {name: n for name, n in self.loaders.items() if name in job.names and (not _is_int(n) or n < 1)}
+        return found + [f"loaders: wanted a whole number of at least 1 for {name!r}, found {n!r}" for name, n in wrong.items()]
+
+    def _lag_problems(self, job: Job) -> list[str]:
+        """A plan must not be made before the report it uses can have come; jobs without feedback have no such bound."""
+        if not learns(job.mixture) or job.feedback_lag >= self.prefetch + 2:
+            return []
+        return [
+            f"feedback_lag: wanted at least prefetch + 2 = {self.prefetch + 2}, found {job.feedback_lag}; plans are made {self.prefetch} "
+            "steps ahead, and reports must have come before the plan that uses them: raise the job's feedback_lag, or lower prefetch"
+        ]
+
+
+def n_workers(options: Options) -> int:
+    return options.workers or max(2, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
