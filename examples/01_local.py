@@ -28,7 +28,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as tmp:
         weights = {"web": 0.6, "code": 0.3, "books": 0.1}
         sources = [
-            ov.Source(name, make_source(Path(tmp), name, 400, 512), transforms=[ov.Tokens()], weight=weight, epochs=None)
+            ov.Source(name, make_source(Path(tmp), name, 400, 512), transforms=[ov.Tokens()], weight=weight)
             for name, weight in weights.items()
         ]
         job = ov.Job(

@@ -29,7 +29,7 @@ def make_rows(path: Path, rows: int) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as tmp:
         make_rows(Path(tmp) / "count.jsonl", 500)
-        source = ov.Source("count", f"{tmp}/count.jsonl", transforms=[ov.Tokens()], epochs=None)
+        source = ov.Source("count", f"{tmp}/count.jsonl", transforms=[ov.Tokens()])
         batch = ov.Batch(samples=32, microbatches=2, context=512)
         job = ov.Job(name="loop", sources=[source], batch=batch, place=ov.ClientPlaceTree(dp=1), until=40)
         torch.manual_seed(0)

@@ -15,8 +15,8 @@ import overlord as ov
 
 def make_job(folder: Path, dp: int) -> ov.Job:
     sources = [
-        ov.Source("even", str(folder / "even.jsonl"), transforms=[ov.Tokens()], weight=2, epochs=None),
-        ov.Source("odd", str(folder / "odd.jsonl"), transforms=[ov.Tokens()], weight=1, epochs=None),
+        ov.Source("even", str(folder / "even.jsonl"), transforms=[ov.Tokens()], weight=2),
+        ov.Source("odd", str(folder / "odd.jsonl"), transforms=[ov.Tokens()], weight=1),
     ]
     batch = ov.Batch(samples=24, context=256)
     return ov.Job(name="resume", sources=sources, batch=batch, place=ov.ClientPlaceTree(dp=dp), until=6, seed=3)

@@ -14,8 +14,8 @@ import overlord as ov
 JOB = """\
 name: from-a-file
 sources:
-  web:  {path: web.jsonl, weight: 0.7, epochs: null, transforms: [tokens]}
-  code: {path: code.jsonl, weight: 0.3, epochs: null, transforms: [{filter: {fn: not_tiny, rows: true}}, tokens]}
+  web:  {uri: web.jsonl, weight: 0.7, transforms: [tokens]}
+  code: {uri: code.jsonl, weight: 0.3, transforms: [{filter: {fn: not_tiny, rows: true}}, tokens]}
 place: {dp: 2}
 batch: {samples: 16, microbatches: 2, context: 128}
 until: 3

@@ -7,10 +7,12 @@ twice and the two can be compared. Sections follow the page's headings; how raw 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from hashlib import blake2b
 from itertools import count, islice
+from math import fsum
 from typing import Any
 
 from overlord.job import Job, Source
@@ -20,11 +22,17 @@ U = 2**40
 MASK = 2**64 - 1
 Id = tuple[str, int, int, int, int]  # source, epoch, file, row, part
 Sample = tuple[Id, list[int]]
+Reports = dict[int, dict[int, dict[str, float]]]  # step, rank, metric
 
 
-def reference_stream(job: Job, quarantine: list[tuple[str, int, int, int]] | None = None) -> Iterator[list[Sample]]:
-    """The samples of each step in the order of the draw. `quarantine` gets (source, epoch, file, row), as far as the draw had to look."""
-    mixer = Mixer(job, [] if quarantine is None else quarantine)
+def reference_stream(
+    job: Job, quarantine: list[tuple[str, int, int, int]] | None = None, score: Callable[[int, Sample], float] | None = None,
+    reports: Reports | None = None, joins: dict[str, int] | None = None,
+) -> Iterator[list[Sample]]:  # fmt: skip
+    """The samples of each step in the order of the draw. `quarantine` gets (source, epoch, file, row), as far as the draw had to look.
+    `score` is what the strategy prefers among look-ahead candidates, `reports` what was reported of each step by each rank, and
+    `joins` says of sources that were added in mid-run at which step."""
+    mixer = Mixer(job, [] if quarantine is None else quarantine, reports or {}, joins or {})
     total, parts = job.batch.samples or job.batch.tokens or 0, job.batch.microbatches if job.mix_every == "microbatch" else 1
     for step in count():
         drawn: list[Sample] = []
@@ -34,7 +42,7 @@ def reference_stream(job: Job, quarantine: list[tuple[str, int, int, int]] | Non
                 drawn += mixer.draw(step, total // parts + (m < total % parts))
         if not drawn:
             return
-        yield drawn
+        yield drawn if job.look_ahead == 1 else mixer.choose(step, [i for i, _ in drawn], score or (lambda _step, _sample: 0.0))
 
 
 # Keyed hashes
@@ -109,22 +117,29 @@ def cut(tokens: list[int], job: Job) -> list[list[int]]:
 
 
 class Mixer:
-    def __init__(self, job: Job, quarantine: list[tuple[str, int, int, int]]):
+    def __init__(self, job: Job, quarantine: list[tuple[str, int, int, int]], reports: Reports, joins: dict[str, int]):
         self.job = job
+        self.mixture, self.reports, self.joins = copy.deepcopy(job.mixture), reports, joins
+        self.asked: tuple[int, Any] = (-1, None)  # the last step, and what the mixture said
         self.streams = [samples(job, source, quarantine) for source in job.sources]
         self.active = [True] * len(self.streams)
         self.owed = [0] * len(self.streams)
         self.picks = 0  # random picks made in this step
         self.stop = False  # until="first", and a source ran out
+        self.ahead: list[list[list[Any]]] = [[] for _ in self.streams]  # look-ahead: [sample, steps it was passed over], in stream order
+        self.spoken: list[int] = [0] * len(self.streams)  # of these, how many the step being drawn takes
 
     def weights(self, step: int) -> list[int]:
         """Whole weights of the active sources, 0 for the others."""
-        given: Any = self.job.mixture
-        if callable(given):
-            assert self.job.mix_every != "epoch", "not in the reference"
-            given = given(step, {})
+        if self.asked[0] < step:
+            assert self.job.mix_every != "epoch" or not callable(self.mixture), "not in the reference"
+            feedback = averaged(self.reports.get(step - self.job.feedback_lag, {}))
+            self.asked = (step, self.mixture(step, feedback) if callable(self.mixture) else self.mixture)
+        given: Any = self.asked[1]
         if given is None:
             given = {source.name: source.weight for source in self.job.sources}
+        own = {s.name: s.weight for s in self.job.sources if s.name in self.joins}
+        given = {n: w for n, w in {**own, **given}.items() if self.joins.get(n, 0) <= step}
         return whole([given.get(s.name, 0) if on else 0 for s, on in zip(self.job.sources, self.active, strict=True)])
 
     def draw(self, step: int, size: int) -> list[Sample]:
@@ -140,12 +155,37 @@ class Mixer:
         counts = self.random_counts(weights, step, n) if self.job.draw == "random" else self.exact_counts(weights, n)
         missing = 0
         for i, wanted in enumerate(counts):
-            got = list(islice(self.streams[i], wanted))
+            got = self.promised(i, wanted) if self.job.look_ahead > 1 else list(islice(self.streams[i], wanted))
             taken[i] += got
             if len(got) < wanted:
                 missing += wanted - len(got)
                 self.leave(i)
         return missing
+
+    def promised(self, i: int, wanted: int) -> list[Any]:
+        """Look-ahead: how many the source gives is settled first; which ones, when the step's counts are known."""
+        self.fill(i, self.spoken[i] + wanted)
+        got = min(wanted, len(self.ahead[i]) - self.spoken[i])
+        self.spoken[i] += got
+        return [(i, None)] * got
+
+    def fill(self, i: int, n: int) -> None:
+        self.ahead[i] += [[sample, 0] for sample in islice(self.streams[i], max(0, n - len(self.ahead[i])))]
+
+    def choose(self, step: int, order: list[int], score: Callable[[int, Sample], float]) -> list[Sample]:
+        """`order` names the source of each place of the step."""
+        chosen = []
+        for i, n in enumerate(self.spoken):
+            self.fill(i, self.job.look_ahead * n)
+            front = list(enumerate(self.ahead[i][: self.job.look_ahead * n]))
+            front.sort(key=lambda c: (c[1][1] < self.job.max_age, score(step, c[1][0]) if n else 0, c[0]))
+            mine = sorted(at for at, _ in front[:n])
+            chosen.append(iter([self.ahead[i][at][0] for at in mine]))
+            for _, candidate in [c for c in front[n:] if c[0] < max(mine)]:
+                candidate[1] += 1
+            self.ahead[i] = [c for at, c in enumerate(self.ahead[i]) if at not in mine]
+            self.spoken[i] = 0
+        return [next(chosen[i]) for i in order]
 
     def take_tokens(self, weights: list[int], _step: int, n: int, taken: list[list[Sample]]) -> int:
         missing = 0
@@ -185,6 +225,24 @@ class Mixer:
             counts[next(i for i in range(len(weights)) if sum(weights[: i + 1]) > point)] += 1
         self.picks += n
         return counts
+
+
+# Feedback
+
+
+def averaged(ranks: dict[int, dict[str, float]]) -> dict[str, float]:
+    out = {}
+    for name in {name for said in ranks.values() for name in said}:
+        kind, _, source = name.partition("/")
+        values = [said[name] for said in ranks.values() if name in said]
+        tokens: list[Any] = [said.get(f"tokens/{source}") for said in ranks.values() if name in said]
+        if kind == "tokens" and source:
+            out[name] = fsum(values)
+        elif source and None not in tokens and any(tokens):
+            out[name] = fsum(v * t for v, t in zip(values, tokens, strict=True)) / fsum(tokens)
+        else:
+            out[name] = fsum(values) / len(values)
+    return out
 
 
 def whole(weights: list[Any]) -> list[int]:

@@ -35,7 +35,7 @@ def list_files(path: Any) -> list[str]:
 
 
 def read_chunks(job: Job, source: Source) -> list[Chunk]:
-    path = source.path
+    path = source.uri
     if hasattr(path, "shards"):
         return [(shard, list(enumerate(path.fn(shard)))) for shard in range(path.shards)]
     if not isinstance(path, (str, os.PathLike, list, tuple)):
@@ -163,6 +163,8 @@ def apply(step: Any, rows: list[dict[str, Any]]) -> list[Any]:
         return [tokenize(step, fields) for fields in rows]
     if kind == "Select":
         return [{name: fields.get(name) for name in step.columns} for fields in rows]
+    if kind == "Meta" and isinstance(step.value, str):
+        return [fields if is_meta(fields.get(step.value)) else FAILED for fields in rows]
     if kind == "Meta" or not rows:
         return list(rows)
     try:
@@ -172,6 +174,13 @@ def apply(step: Any, rows: list[dict[str, Any]]) -> list[Any]:
     if kind == "Filter":
         return [fields if keep else DROPPED for fields, keep in zip(rows, result, strict=True)]
     return result if step.rows else [dict(zip(result, values, strict=True)) for values in zip(*result.values(), strict=True)]
+
+
+def is_meta(value: Any) -> bool:
+    """A number, or a list of numbers that are not negative."""
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return all(v is not None and is_meta(v) and v >= 0 for v in value)
+    return isinstance(value, (int, float, np.number)) and bool(np.isfinite(value))
 
 
 def columns_of(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from tests.corpus import FORMATS, write_rows
 
 
 def decode(row: dict[str, Any]) -> dict[str, Any]:
-    """Members of a tar are bytes; the token ids stand in one as JSON."""
-    value = row["tokens"]
-    return {**row, "tokens": json.loads(value) if isinstance(value, (bytes, str)) else value, "n": int(row["n"])}
+    """Members of a tar are bytes; the token ids stand in one as JSON, and so do the images."""
+    lists = {name: row[name] for name in ("tokens", "image_patches") if name in row}
+    lists = {name: json.loads(value) if isinstance(value, (bytes, str)) else value for name, value in lists.items()}
+    return {**row, **lists, "n": int(row["n"])}
 
 
 def even(columns: dict[str, Any]) -> list[bool]:
@@ -85,11 +86,14 @@ class World:
         if extra == "empty":
             for k in range(0, n, 5):
                 rows[k]["tokens"] = []
+        if extra == "images":
+            for k in range(n):
+                rows[k]["image_patches"] = [-1] if k % 7 == 5 else [4, None] if k % 11 == 3 else [rng.randrange(30) for _ in range(k % 4)]
         transforms: list[Any] = [ov.Map(decode, rows=True)] if format == "tar" else []
         transforms += {"even": [ov.Filter(even)], "odd": [ov.Filter(only_odd, rows=True)], "picky": [ov.Map(picky, rows=True)]}.get(
             extra, []
         )
-        transforms.append(ov.Tokens("tokens"))
+        transforms += [ov.Tokens("tokens"), *([ov.Meta("image_patches", "image_patches")] if extra == "images" else [])]
         path: Any
         if format == "dataset":
             path = Rows(rows)
@@ -109,7 +113,8 @@ def worlds(
     sources = tuple(
         (
             draw(st.sampled_from(formats)), draw(st.integers(4, 40)), draw(st.integers(1, 3)), draw(st.sampled_from((0.1, 0.25, 1.0, 3.0))),
-            draw(epochs), draw(st.booleans()) or draw(st.booleans()), draw(st.sampled_from(("", "", "even", "odd", "picky", "empty"))),
+            draw(epochs), draw(st.booleans()) or draw(st.booleans()),
+            draw(st.sampled_from(("", "", "even", "odd", "picky", "empty", "images"))),
         )
         for _ in range(n)
     )  # fmt: skip

@@ -83,13 +83,43 @@ class Ragged:
 
     @staticmethod
     def from_rows(rows: Sequence[Any], dtype: Any = None) -> Ragged:
-        arrays = [np.asarray(row, dtype) for row in rows]
-        offsets = np.zeros(len(arrays) + 1, np.int64)
-        np.cumsum([len(a) for a in arrays], out=offsets[1:])
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        arrays = [np.asarray(row, dtype) for row in rows if len(row)]  # an empty list would make whole numbers floats
         return Ragged(np.concatenate(arrays) if arrays else np.zeros(0, dtype or np.int64), offsets)
 
 
-Column = np.ndarray | Ragged
+Column = np.ndarray | Ragged  # one value a sample, or several: images, say
+
+
+def take_rows(column: Column, rows: np.ndarray) -> Column:
+    return column.take(rows) if isinstance(column, Ragged) else column[rows]
+
+
+def cut_rows(column: Column, start: int, stop: int) -> Column:
+    """Rows start to stop, as views."""
+    return column.slice(start, stop) if isinstance(column, Ragged) else column[start:stop]
+
+
+def join_rows(parts: Sequence[Column]) -> Column:
+    """Columns one after another. Where some hold lists and others numbers, a number counts as a list of one."""
+    flat = [p for p in parts if isinstance(p, np.ndarray)]
+    if len(flat) == len(parts):
+        return np.concatenate(flat)
+    return Ragged.concat([p if isinstance(p, Ragged) else Ragged(p, np.arange(len(p) + 1)) for p in parts])
+
+
+def no_items(rows: int, dtype: Any = np.int64) -> Ragged:
+    """A column in which no row has an item."""
+    return Ragged(np.zeros(0, dtype), np.zeros(rows + 1, np.int64))
+
+
+def loader_is_hidden(what: str, step: int) -> PlanError:
+    """Why a strategy is not told which loader holds a sample."""
+    return PlanError(
+        f"a strategy read {what}; which loader holds a sample must not shape a plan, or the stream would change with the number of loaders",
+        step, "place by metadata; once a step is planned, session.graph(step).loader tells",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -112,9 +142,20 @@ class Buffer:
     drawn: bool = False
     substep: np.ndarray | None = None  # int32: sub-draw of each row under mix_every="microbatch"
     weights: Mapping[str, float] = field(default_factory=dict)  # what the draw wanted
+    absent: tuple[str, ...] = ()  # metadata that sources of the job have, but none of this step's samples
+    wanted: tuple[tuple[int, ...], ...] = ()  # look-ahead: samples to choose, [sub-draw][source]; the rows are candidates, source by source
+    age: np.ndarray | None = None  # int32: steps each candidate was passed over
+    max_age: int = 8  # one passed over so often comes first
+    scores: np.ndarray | None = None  # what the job's schedule prefers: the lowest first
+    overflow: str = "grow"  # "defer": what does not fit is left for a later step
 
     def __len__(self) -> int:
         return len(self.source)
+
+    @property
+    def loader(self) -> Any:
+        """Never told: see the error."""
+        raise loader_is_hidden("buffer.loader", self.step)
 
     def __repr__(self) -> str:
         counts = np.bincount(self.source, minlength=len(self.names)) if len(self) else np.zeros(len(self.names), int)
@@ -127,6 +168,9 @@ class Buffer:
         return SampleId(self.names[int(self.source[i])], int(self.epoch[i]), int(self.file[i]), int(self.row[i]), int(self.part[i]))
 
     def column(self, name: str) -> Column:
+        """One metadata column. Where the samples of this step all lack it (a step of text in a job with images), no items."""
+        if name in self.absent:
+            return no_items(len(self))
         if name not in self.meta:
             raise PlanError(f"no metadata {name!r}; known: {', '.join(sorted(self.meta))}", self.step, "add it with ov.Meta")
         return self.meta[name]
@@ -134,27 +178,27 @@ class Buffer:
     def take(self, rows: np.ndarray) -> Buffer:
         """Chosen rows in the given order."""
         picked = {n: getattr(self, n)[rows] for n in ("source", "epoch", "file", "row", "part")}
-        meta = {n: c.take(rows) if isinstance(c, Ragged) else c[rows] for n, c in self.meta.items()}
-        return replace(self, **picked, meta=meta, substep=None if self.substep is None else self.substep[rows])
+        meta = {n: take_rows(c, rows) for n, c in self.meta.items()}
+        beside: dict[str, Any] = {n: c[rows] for n in ("substep", "age", "scores") if (c := getattr(self, n)) is not None}
+        return replace(self, **picked, **beside, meta=meta)
 
     @staticmethod
     def from_columns(columns: Mapping[str, Mapping[str, Any]], *, batch: Batch, step: int = 0) -> Buffer:
-        """A buffer by hand: ``{"web": {"tokens": [5, 9]}, ...}``; a list of lists becomes a ragged column."""
-        keys = sorted({key for cols in columns.values() for key in cols})
-        meta: dict[str, Column] = {}
-        for key in keys:
-            missing = [name for name, cols in columns.items() if key not in cols]
-            if missing:
-                raise PlanError(f"metadata {key!r} is missing for source {missing[0]!r}", step, "give every source the same columns")
-            parts = [_column(cols[key]) for cols in columns.values()]
-            if any(isinstance(p, Ragged) for p in parts):
-                meta[key] = Ragged.concat([p for p in parts if isinstance(p, Ragged)])
-            else:
-                meta[key] = np.concatenate([p for p in parts if isinstance(p, np.ndarray)])
-        sizes = [len(_column(next(iter(cols.values())))) if cols else 0 for cols in columns.values()]
-        for (name, cols), size in zip(columns.items(), sizes, strict=True):
-            if any(len(_column(c)) != size for c in cols.values()):
+        """A buffer by hand: ``{"web": {"tokens": [5, 9]}, ...}``; a list of lists becomes a ragged column.
+
+        Every source must have the same columns, but for ragged ones: the samples of a source without it have no items.
+        """
+        given = {name: {key: _column(c) for key, c in cols.items()} for name, cols in columns.items()}
+        sizes = [len(next(iter(cols.values()))) if cols else 0 for cols in given.values()]
+        for (name, cols), size in zip(given.items(), sizes, strict=True):
+            if any(len(c) != size for c in cols.values()):
                 raise PlanError(f"columns of source {name!r} differ in length", step)
+        meta: dict[str, Column] = {}
+        for key in sorted({key for cols in given.values() for key in cols}):
+            missing = [name for name, cols in given.items() if key not in cols]
+            if missing and not any(isinstance(cols.get(key), Ragged) for cols in given.values()):
+                raise PlanError(f"metadata {key!r} is missing for source {missing[0]!r}", step, "give every source the same columns")
+            meta[key] = join_rows([cols.get(key, no_items(size)) for cols, size in zip(given.values(), sizes, strict=True)])
         n = sum(sizes)
         row = np.concatenate([np.arange(s) for s in sizes]) if sizes else np.zeros(0)
         zeros = np.zeros(n, np.int32)
@@ -169,4 +213,4 @@ def _column(value: Any) -> Column:
         return value
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple, np.ndarray)):
         return Ragged.from_rows(value)
-    return np.asarray(value)
+    return np.asarray(value) if len(value) else np.zeros(0, np.int64)

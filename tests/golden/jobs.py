@@ -44,7 +44,7 @@ def source(directory: Path, number: int, format: str, *, n: int = 60, filtered: 
     )
     transforms: list[Any] = [ov.Map(decode, rows=True)] if format == "tar" else []
     transforms += [ov.Filter(not_every_fifth, rows=True)] if filtered else []
-    return ov.Source(f"s{number}", files, transforms=[*transforms, ov.Tokens("tokens")], **settings)
+    return ov.Source(f"s{number}", files, transforms=[*transforms, ov.Tokens("tokens")], **{"epochs": 1, **settings})
 
 
 def jobs(directory: Path) -> dict[str, ov.Job]:

@@ -72,7 +72,7 @@ class Held:
         self.host = self.blueprint.host(self.executor)
         self.seen = [Seen(reader, k) for k, reader in enumerate(self.host.readers)]
         self.host.readers = self.seen  # type: ignore[assignment]
-        self.ranks = [Rank(self.executor, self.host, r) for r in range(job.place.world)]
+        self.ranks = [Rank(self.executor, self.host, r) for r in range(job.place.world_size)]
 
     def run(self, look: Callable[[], None] = lambda: None) -> None:
         self.host.attach({r.rank: r for r in self.ranks})
@@ -224,11 +224,11 @@ def test_nothing_grows_over_a_long_run(loaders: int) -> None:
 
 
 def test_the_list_of_quarantined_rows_is_bounded_and_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overlord.planner.planner.KEPT_BAD", 50)
+    monkeypatch.setattr("overlord.planner.spec.KEPT_BAD", 50)
     held = Held(job_of([8], 1, until=400, rows=23, bad=True), 0)
     held.run()
-    assert len(held.host.planner.quarantine) == 50
-    assert held.host.planner.totals.quarantined.sum() > 400
+    assert len(held.host.planner.ledger.quarantine) == 50
+    assert held.host.planner.ledger.quarantined.sum() > 400
 
 
 def test_a_pool_of_slabs_keeps_within_its_bytes_whatever_is_asked_for() -> None:

@@ -46,8 +46,8 @@ def run(
         done = ov.simulate(job, seed=seed, steps=steps, check=True, **options)
         return done.steps, done.error, [(job.names[q.source], q.epoch, q.file, q.row) for q in done.quarantine], done.end_state
     with ov.launch(job, check=True, stall_limit_s=60, **options) as session:
-        clients = [session.client(r) for r in range(job.place.world)]
-        got: dict[int, list[ov.Step]] = {r: [] for r in range(job.place.world)}
+        clients = [session.client(r) for r in range(job.place.world_size)]
+        got: dict[int, list[ov.Step]] = {r: [] for r in range(job.place.world_size)}
         error = None
         try:
             while steps is None or len(got[0]) < steps:

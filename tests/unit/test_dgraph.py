@@ -150,8 +150,8 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         graph.distribute("EP")
     with pytest.raises(PlanError, match="known: greedy"):
         graph.distribute("DP").balance("best")
-    with pytest.raises(PlanError, match="known: TP, CP, PP"):
-        graph.broadcast_at("DP")
+    with pytest.raises(PlanError, match="known: TP, CP, PP, DP"):
+        graph.broadcast_at("EP")
     with pytest.raises(PlanError, match="needs metadata 'patches'; known: tokens"):
         graph.cost(cost.LengthCost(linear=1.0, column="patches"))
     with pytest.raises(JobError, match="unknown source 'book'"):
@@ -166,8 +166,58 @@ def test_a_cost_function_is_checked() -> None:
         graph.cost(lambda columns: np.ones(3))
     with pytest.raises(PlanError, match="negative, infinite"):
         graph.cost(lambda columns: -columns["tokens"])
-    with pytest.raises(PlanError, match="not available"):
-        graph.cost(cost.tokens, memory=cost.tokens)
+    with pytest.raises(PlanError, match=r"memory function .* negative"):
+        graph.cost(cost.tokens, memory=lambda columns: -columns["tokens"])
+    with pytest.raises(PlanError, match=r"unknown cost 'llama_13b'; did you mean 'llama_12b'\?"):
+        graph.cost("llama_13b")
+
+
+def test_a_cost_may_be_a_name_and_tells_its_unit() -> None:
+    graph = DGraph.from_buffer(drawn(web={"tokens": [8, 4]}), TREE).mix().distribute("DP").cost("llama_12b")
+    assert np.array_equal(graph.costs, cost.llama_12b({"tokens": [8, 4]}))
+    assert graph.unit == "FLOPs"
+    assert "cost('llama_12b')" in repr(graph)
+
+
+def test_a_joint_cost_sums_over_the_images_of_each_sample() -> None:
+    buffer = drawn(web={"tokens": [8, 8, 8], "image_patches": [[100, 1], [], [50]]})
+    both = DGraph.from_buffer(buffer, TREE).mix().cost(cost.tokens + cost.LengthCost(square=1.0, column="image_patches"))
+    assert both.costs.tolist() == [8 + 10_001, 8, 8 + 2500]
+    narrowed = DGraph.from_buffer(buffer, TREE, meta="tokens").mix()
+    with pytest.raises(PlanError, match="needs metadata 'image_patches'; known: tokens"):
+        narrowed.cost(cost.vit_1b)
+
+
+def test_memory_is_bounded_beside_the_tokens_and_checked_by_the_plan() -> None:
+    graph = DGraph.from_buffer(drawn(web={"tokens": [8] * 8, "bytes": [3, 3, 3, 3, 1, 1, 1, 1]}), TREE).mix().distribute("DP")
+    held = graph.cost(cost.tokens, memory=lambda columns: columns["bytes"])
+    plan = held.balance(memory_capacity=4).plan()
+    a = plan.main
+    assert (a.memory.tolist(), a.memory_capacity, a.n_microbatches) == ([3.0] * 4 + [1.0] * 4, 4, 2)
+    assert np.bincount(a.bins(), weights=a.memory).max() <= 4
+    with pytest.raises(PlanError, match=r"sample web/e0/f0/r0 takes 3 of memory, a microbatch has 2.5; raise memory_capacity"):
+        held.balance(memory_capacity=2.5)
+    with pytest.raises(PlanError, match=r"memory_capacity=.* was not given"):
+        held.balance()
+    with pytest.raises(PlanError, match=r"cost.memory=. was not given"):
+        graph.cost(cost.tokens).balance(memory_capacity=4)
+    with pytest.raises(PlanError, match="wanted a number above 0"):
+        held.balance(memory_capacity=0)
+    assert held.select("tokens").memory is None
+
+
+def test_with_keep_order_sub_draws_stay_microbatches() -> None:
+    buffer = replace(drawn(web={"tokens": [8, 8, 16, 30, 30, 30, 4]}), substep=np.array([0, 0, 0, 1, 1, 1, 2], np.int32))
+    plan = DGraph.from_buffer(buffer, TREE).mix().distribute("DP").balance(keep_order=True).plan()
+    assert [sorted(set(plan.substep[plan.main.microbatch == k].tolist())) for k in range(plan.n_microbatches)] == [[0], [1], [1], [2]]
+
+
+def test_a_padded_batch_gets_no_microbatch_that_it_does_not_need() -> None:
+    rows = {"web": {"tokens": [16, 20, 20, 16, 32, 32, 32], "dear": [8, 1, 2, 8, 8, 8, 8]}}
+    for layout, microbatches in (("packed", 3), ("padded", 2)):
+        buffer = replace(Buffer.from_columns(rows, batch=Batch(samples=7, context=32, layout=layout)), drawn=True)
+        graph = DGraph.from_buffer(buffer, ClientPlaceTree(dp=3)).mix().distribute("DP").cost(lambda columns: columns["dear"])
+        assert graph.balance().plan().n_microbatches == microbatches
 
 
 def test_a_sample_that_no_microbatch_can_hold_is_named() -> None:
@@ -191,24 +241,6 @@ def test_an_empty_step_and_idle_buckets_make_a_plan() -> None:
     assert len(llm_balance(drawn(web={"tokens": []}), TREE)) == 0
     plan = llm_balance(drawn(web={"tokens": [5]}), ClientPlaceTree(dp=4))
     assert np.bincount(plan.main.bucket, minlength=4).tolist() == [1, 0, 0, 0]
-
-
-def test_transformer_cost_counts_the_flops_of_its_layers() -> None:
-    dense = cost.transformer(hidden=4608, layers=45, heads=36, vocab=128_000)
-    assert dense.per_token == pytest.approx(2.41e10, rel=0.01)
-    assert dense.per_pair == pytest.approx(4.15e5, rel=0.01)
-    assert dense({"tokens": [0, 10]}).tolist() == [0.0, 10 * dense.per_token + 100 * dense.per_pair]
-    assert cost.transformer(hidden=64, layers=1, heads=4, causal=False).per_pair == 4 * 64
-    grouped = cost.transformer(hidden=64, layers=1, heads=4, kv_heads=1, ffn=0, gated=False)
-    assert grouped.per_token == 2 * (2 * 64 * 64 + 2 * 64 * 16)
-    assert dense.fingerprint != grouped.fingerprint
-    with pytest.raises(PlanError, match="heads=0"):
-        cost.transformer(hidden=64, layers=1, heads=0)
-
-
-def test_length_costs() -> None:
-    assert cost.tokens({"tokens": [3, 4]}).tolist() == [3.0, 4.0]
-    assert cost.quadratic({"tokens": [3, 4]}).tolist() == [9.0, 16.0]
 
 
 def test_constant_schedule() -> None:

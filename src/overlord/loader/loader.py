@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from overlord.loader.order import SourceOrder
-from overlord.messages import Announce, Cursor, Evaluate, Evaluated, Pop, Read, ReadFailed, Refill, WindowRead
+from overlord.messages import Announce, Cursor, Evaluate, Evaluated, Found, Pop, Read, ReadFailed, Refill, WindowRead
 
 Command = Read | Evaluate | Announce
 
@@ -68,7 +68,7 @@ class Loader:
         self._after = None
         if event.rows:
             return []
-        return [self._announce(None)]
+        return [self._announce(Found.nothing(event.dropped) if event.dropped else None)]
 
     def _evaluated(self, event: Evaluated) -> list[Command]:
         self._busy = ""
@@ -132,6 +132,10 @@ class Loader:
             return self._must - self.ready
         worth = int(BLOCK_S / self._row_s) if self._row_s > 0 else 0
         return max(self._block_rows, self._level - self.ready, worth)
+
+    def set_budget(self, nbytes: int) -> None:
+        """What it may hold ready from now on: sources that join share one budget."""
+        self._budget = nbytes
 
     @property
     def doing(self) -> str:

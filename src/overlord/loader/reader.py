@@ -15,7 +15,7 @@ import pyarrow as pa
 from overlord.errors import OverlordError, SourceError, TransformError
 from overlord.loader.order import SourceOrder
 from overlord.messages import Cursor, Evaluate, Evaluated, Found, Read, WindowRead
-from overlord.sample import Ragged
+from overlord.sample import Ragged, join_rows, take_rows
 from overlord.sources.base import RawSlice
 from overlord.sources.columns import compact
 from overlord.sources.index import Index
@@ -87,7 +87,7 @@ class SourceReader:
         self.stats.windows += 1
         self.stats.rows += len(window.key)
         self.stats.read_s += time.perf_counter() - start
-        return WindowRead(len(window.key), over, self.stats.raw_bytes)
+        return WindowRead(len(window.key), over, self.stats.raw_bytes, 0 if len(window.key) else window.dropped)
 
     def _open(self, command: Read) -> tuple[_Window, tuple[int, ...]]:
         tables: list[pa.Table] = []
@@ -143,7 +143,7 @@ class SourceReader:
         if window.after is not None and a == 0:
             keep = np.flatnonzero(~_already_drawn(file[good][index], row[good][index], part, window.after))
             if len(keep) < len(index):
-                index, part, tokens, meta = index[keep], part[keep], tokens.take(keep), {n: c[keep] for n, c in meta.items()}
+                index, part, tokens, meta = index[keep], part[keep], tokens.take(keep), {n: take_rows(c, keep) for n, c in meta.items()}
         found = self._found(key, file, row, at, good, index, part, meta, block.bad, window)
         window.dropped = 0
         if b == len(window.key):
@@ -216,7 +216,7 @@ def _merged(blocks: list[tuple[np.ndarray, Block]]) -> Block:
     return Block(
         index=index[order], part=np.concatenate([b.part for _, b in full])[order],
         tokens=Ragged.concat([b.tokens for _, b in full]).take(order),
-        meta={n: np.concatenate([b.meta[n] for _, b in full])[order] for n in full[0][1].meta}, bad=bad,
+        meta={n: take_rows(join_rows([b.meta[n] for _, b in full]), order) for n in full[0][1].meta}, bad=bad,
     )  # fmt: skip
 
 

@@ -2,97 +2,64 @@
 
 A cost function takes a mapping of metadata columns and returns one float64 array: ``cost({"tokens": lengths})``. Only
 ratios matter. All of these use one rounding per operation and nothing of a maths library, so costs, and with them plans,
-are equal on every machine. Yours may be any function; give it a ``fingerprint`` if its parameters change.
+are equal on every machine. Costs can be added and scaled: ``cost.llama_12b + cost.vit_2b``, ``3 * cost.tokens``.
+
+Yours may be any function, also by a name (``register_cost``); give it a ``fingerprint`` if its parameters change, and a ``unit``
+of ``"s"`` if it tells seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
 from overlord.errors import PlanError
+from overlord.job import did_you_mean
+from overlord.planner.costbase import Cost, CostFn, LengthCost, Scaled, Sum, fingerprint_of, unit_of
+from overlord.planner.fit import Fitted, fit
+from overlord.planner.models import Transformer, llama_12b, mixtral_8x7b, tmoe_25b, transformer, vit, vit_1b, vit_2b
+from overlord.sample import Column
 
-CostFn = Callable[[Mapping[str, np.ndarray]], np.ndarray]
+__all__ = [
+    "Cost", "CostFn", "Fitted", "LengthCost", "Scaled", "Sum", "Transformer", "asked", "fingerprint_of", "fit", "llama_12b", "mixtral_8x7b",
+    "named", "quadratic", "register_cost", "tmoe_25b", "tokens", "transformer", "unit_of", "vit", "vit_1b", "vit_2b",
+]  # fmt: skip
 
-
-@dataclass(frozen=True, slots=True)
-class LengthCost:
-    """``linear * length + square * length ** 2``."""
-
-    linear: float = 0.0
-    square: float = 0.0
-    column: str = "tokens"
-
-    def __call__(self, columns: Mapping[str, Any]) -> np.ndarray:
-        length = lengths(columns, self.column)
-        return self.linear * length + self.square * (length * length)
-
-    @property
-    def fingerprint(self) -> str:
-        return repr(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Transformer:
-    """Forward FLOPs of a transformer over one document: projections and feed-forward by token, attention by token pair."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    causal: bool = True
-    gated: bool = True  # three feed-forward matrices (SwiGLU) instead of two
-    vocab: int = 0  # the output layer counts where this is given
-    active_experts: int = 1  # mixture of experts: feed-forwards that each token passes
-    column: str = "tokens"
-
-    def __call__(self, columns: Mapping[str, Any]) -> np.ndarray:
-        length = lengths(columns, self.column)
-        return self.per_token * length + self.per_pair * (length * length)
-
-    @property
-    def per_token(self) -> float:
-        kv = self.hidden * self.kv_heads // self.heads
-        matrices = 2 * self.hidden * (self.hidden + kv) + (3 if self.gated else 2) * self.hidden * self.ffn * self.active_experts
-        return 2.0 * (self.layers * matrices + self.hidden * self.vocab)
-
-    @property
-    def per_pair(self) -> float:
-        """Scores and weighted sum are 2 FLOPs each by channel; a causal mask leaves half of the pairs."""
-        return (2.0 if self.causal else 4.0) * self.hidden * self.layers
-
-    @property
-    def fingerprint(self) -> str:
-        return repr(self)
-
-
-tokens = LengthCost(linear=1.0)
+tokens = LengthCost(linear=1.0, unit="tokens")
 quadratic = LengthCost(square=1.0)  # attention alone
 
-
-def transformer(
-    *, hidden: int, layers: int, heads: int, kv_heads: int | None = None, ffn: int | None = None, causal: bool = True,
-    gated: bool = True, vocab: int = 0, active_experts: int = 1, column: str = "tokens",
-) -> Transformer:  # fmt: skip
-    """The cost of a model by its layer shapes; ``ffn`` defaults to 8/3 of hidden (4 without a gate)."""
-    shapes = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads or heads, "active_experts": active_experts}
-    wrong = [f"{name}={value!r}" for name, value in shapes.items() if not isinstance(value, int) or value < 1]
-    if wrong:
-        raise PlanError(f"cost.transformer: wanted whole numbers of at least 1, found {', '.join(wrong)}")
-    if ffn is None:
-        ffn = 8 * hidden // 3 if gated else 4 * hidden
-    return Transformer(
-        hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads or heads, ffn=ffn, causal=causal, gated=gated,
-        vocab=vocab, active_experts=active_experts, column=column,
-    )  # fmt: skip
+_BUILT_IN: dict[str, CostFn] = {
+    "tokens": tokens, "quadratic": quadratic, "llama_12b": llama_12b, "mixtral_8x7b": mixtral_8x7b, "tmoe_25b": tmoe_25b,
+    "vit_1b": vit_1b, "vit_2b": vit_2b,
+}  # fmt: skip
+_REGISTERED: dict[str, CostFn] = {}
 
 
-def lengths(columns: Mapping[str, Any], name: str) -> np.ndarray:
-    """One metadata column as float64."""
-    if name not in columns:
-        raise PlanError(f"the cost needs metadata {name!r}; known: {', '.join(sorted(columns))}", remedy="select it or add it with ov.Meta")
-    return np.asarray(columns[name], np.float64)
+def register_cost(name: str, fn: CostFn) -> None:
+    """Make ``fn(columns) -> one number each`` known as ``name``, for ``.cost(name)``."""
+    if name in _BUILT_IN:
+        raise PlanError(f"the cost {name!r} is built in", remedy="choose another name")
+    if not name or not callable(fn):
+        raise PlanError(f"register_cost: wanted a name and a function, found {name!r} and {fn!r}")
+    _REGISTERED[name] = fn
+
+
+def named(cost: CostFn | str) -> CostFn:
+    """A cost by its name, or the function itself."""
+    if callable(cost):
+        return cost
+    known = {**_BUILT_IN, **_REGISTERED}
+    if cost not in known:
+        raise PlanError(f"unknown cost {cost!r}{did_you_mean(cost, known)}", remedy="add it with register_cost")
+    return known[cost]
+
+
+def asked(cost: CostFn | str, columns: Mapping[str, Column], n: int, what: str = "cost") -> np.ndarray:
+    """What a cost says of n nodes, checked: it is the user's own code."""
+    numbers, name = np.asarray(named(cost)(columns), np.float64), getattr(cost, "__name__", None) or repr(cost)
+    if numbers.shape != (n,):
+        raise PlanError(f"{what} function {name}: wanted {n} numbers, found shape {numbers.shape}")
+    if n and not (np.isfinite(numbers).all() and numbers.min() >= 0):
+        raise PlanError(f"{what} function {name} gave a number that is negative, infinite or none at all")
+    return numbers

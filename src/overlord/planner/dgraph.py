@@ -9,21 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from overlord.errors import JobError, PlanError
-from overlord.placetree import ClientPlaceTree
+from overlord.placetree import ClientPlaceTree, broadcast_dims
 from overlord.plan import Assignment, LoadingPlan
 from overlord.planner import kernel
 from overlord.planner.balance import Placement, Problem, method_named, place
-from overlord.planner.cost import CostFn
-from overlord.planner.draw import Drawer, Drawn, step_order
+from overlord.planner.bindings import Binding, Bound, Edge, edges_of, read_only, unbound
+from overlord.planner.choose import Prefer, choose, fitting
+from overlord.planner.cost import CostFn, asked, named, unit_of
+from overlord.planner.draw import Drawer, Drawn
+from overlord.planner.items import Placeholders, Samples, follow, known_sources, nodes, placeholders
 from overlord.planner.schedule import Schedule, Weights, by_source
-from overlord.sample import Buffer, Ragged
+from overlord.sample import Buffer, Column, Ragged, loader_is_hidden
 
-BROADCASTS = ("TP", "CP", "PP")
+if TYPE_CHECKING:
+    from os import PathLike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,56 +40,99 @@ class DGraph:
     columns: Mapping[str, np.ndarray]
     meta: tuple[str, ...] = ()  # as selected; empty: every column that has one value a sample
     items: bool = False  # a node per item of a ragged column
+    merge: int = 1  # items: patches along a side that become one output token
+    sources: tuple[str, ...] | None = None  # as selected; None: all
     mixed: bool = False
     axis: str | None = None
     group_size: int | None = None
     costs: np.ndarray | None = None
+    memory: np.ndarray | None = None  # of each node, where cost(memory=) was given
+    memory_capacity: float = 0.0
+    unit: str = ""  # of the costs, where the cost function says it ("s")
     capacity: int = 0
     placement: Placement | None = None
     broadcast: tuple[str, ...] = ()
     trail: tuple[str, ...] = field(default=())  # what was done, for people
+    bound: Bound | None = None  # of a planned step only: loaders, constructors, the plan itself
+
+    def __post_init__(self) -> None:
+        frozen: dict[str, Any] = {"sample": read_only(self.sample)}
+        frozen["columns"] = {n: read_only(c) if isinstance(c, np.ndarray) else c for n, c in self.columns.items()}
+        if self.costs is not None:
+            frozen["costs"] = read_only(self.costs)
+        if self.memory is not None:
+            frozen["memory"] = read_only(self.memory)
+        if (p := self.placement) is not None:
+            frozen["placement"] = replace(p, bucket=read_only(p.bucket), microbatch=read_only(p.microbatch))
+        for name, value in frozen.items():
+            object.__setattr__(self, name, value)
 
     @staticmethod
     def from_buffer(buffer: Buffer, place: ClientPlaceTree, meta: str | Sequence[str] | None = None) -> DGraph:
         names = (meta,) if isinstance(meta, str) else tuple(meta or ())
-        sample, columns, items = _nodes(buffer, names)
+        sample, columns, items = nodes(buffer, names)
         return DGraph(buffer=buffer, tree=place, sample=sample, columns=columns, meta=names, items=items)
 
-    def select(self, *meta: str, sources: Sequence[str] | None = None) -> DGraph:
-        """The graph over these metadata columns (a ragged one gives a node per item), and over these sources only."""
+    def select(self, *meta: str, sources: Sequence[str] | None = None, merge: int = 1) -> DGraph:
+        """The graph over these metadata columns (a ragged one gives a node per item), and over these sources only.
+
+        ``merge``: the encoder makes one output token of ``merge`` x ``merge`` patches, where no metadata says how many it makes.
+        """
         self._before("select", "balance", self.placement)
-        buffer, chosen = self.buffer, np.unique(self.sample) if sources is None else _rows_of(self.buffer, sources)
-        if not buffer.drawn:  # candidates: what is left out is not drawn
-            buffer, chosen = buffer.take(chosen), np.arange(len(chosen))
-        names = meta or self.meta
-        sample, columns, items = _nodes(buffer, names)
-        if len(chosen) < len(buffer):
-            kept = np.isin(sample, chosen)
+        if not isinstance(merge, int) or merge < 1:
+            raise PlanError(f"select: merge wanted a whole number of at least 1, found {merge!r}", self.buffer.step)
+        buffer, names = self.buffer, meta or self.meta
+        narrowed = self.sources if sources is None else tuple(s for s in sources if s not in buffer.names or s in (self.sources or sources))
+        chosen = None if narrowed is None else np.isin(np.arange(len(buffer.names)), known_sources(buffer, narrowed))[buffer.source]
+        if chosen is not None and not buffer.drawn:  # candidates: what is left out is not drawn
+            buffer, chosen = buffer.take(np.flatnonzero(chosen)), None
+        sample, columns, items = nodes(buffer, names)
+        if chosen is not None:
+            kept = chosen[sample]
             sample, columns = sample[kept], {n: c[kept] for n, c in columns.items()}
         what = ", ".join((*names, *(() if sources is None else (f"sources {', '.join(sources)}",))))
         return replace(
-            self, buffer=buffer, sample=sample, columns=columns, meta=names, items=items, costs=None, trail=(*self.trail, f"select({what})")
-        )
+            self, buffer=buffer, sample=sample, columns=columns, meta=names, items=items, sources=narrowed, merge=merge, costs=None,
+            memory=None,
+            trail=(*self.trail, f"select({what})"),
+        )  # fmt: skip
 
-    def mix(self, schedule: Schedule | Weights | None = None, *, draw: str = "exact", seed: int = 0) -> DGraph:
-        """The job's draw; on a hand-made buffer, the step that this mixture draws from the candidates."""
+    def mix(
+        self, schedule: Schedule | Weights | None = None, *, draw: str = "exact", seed: int = 0, look_ahead: int = 1,
+        prefer: Prefer | None = None,
+    ) -> DGraph:  # fmt: skip
+        """The job's draw; on a hand-made buffer, the step that this mixture draws from the candidates.
+
+        With look-ahead, ``prefer(candidates, place)`` scores each candidate and the lowest are taken; by default what the job's
+        schedule prefers, and without that the first ones, as if there were no look-ahead.
+        """
         self._before("mix", "mix", self.mixed or None)
-        if self.buffer.drawn:
-            if schedule is not None:
-                raise PlanError(
-                    "the job's mixture has drawn this step already", self.buffer.step, "call .mix(); change Job.mixture instead"
-                )
+        given, drawn_by_job = self.buffer, self.buffer.drawn or bool(self.buffer.wanted)
+        if drawn_by_job and (schedule is not None or look_ahead != 1):
+            raise PlanError(
+                "the job's mixture has drawn this step already", given.step, "call .mix(); change Job.mixture or Job.look_ahead"
+            )
+        if given.drawn and given.overflow == "grow":
             return replace(self, mixed=True, trail=(*self.trail, "mix()"))
-        if schedule is None:
-            raise PlanError("a hand-made buffer has no draw yet", self.buffer.step, "give .mix() a schedule or weights")
-        if draw not in ("exact", "random"):
-            raise PlanError(f"unknown draw {draw!r}; known: exact, random", self.buffer.step)
-        buffer = _draw(self.buffer, schedule, draw, seed)
-        sample, columns, items = _nodes(buffer, self.meta)
-        return replace(self, buffer=buffer, sample=sample, columns=columns, items=items, mixed=True, trail=(*self.trail, f"mix({draw})"))
+        if not drawn_by_job:
+            if schedule is None:
+                raise PlanError("a hand-made buffer has no draw yet", given.step, "give .mix() a schedule or weights")
+            if draw not in ("exact", "random"):
+                raise PlanError(f"unknown draw {draw!r}; known: exact, random", given.step)
+            given = _draw(given, schedule, draw, seed, look_ahead)
+        if given.drawn:
+            context, n_bins = given.batch.context, self.tree.n_buckets("DP") * given.batch.microbatches
+            self.check_sizes(context)
+            buffer = given.take(fitting(given, self.sizes(), n_bins, context))
+        else:
+            buffer = choose(given, given.scores if prefer is None else prefer(given, self.tree))
+        sample, columns, items = nodes(buffer, self.meta)
+        what = "" if drawn_by_job else draw
+        what += "" if len(buffer) == len(given) else f"{', ' if what else ''}{len(buffer)} of {len(given)} candidates"
+        return replace(self, buffer=buffer, sample=sample, columns=columns, items=items, mixed=True, trail=(*self.trail, f"mix({what})"))
 
     def distribute(self, axis: str, group_size: int | None = None) -> DGraph:
-        """Which ranks consume as one: ``DP``, ``CP`` or ``WORLD``. ``group_size``: balance over groups of buckets first."""
+        """Which ranks consume as one: ``DP``, ``CP``, ``WORLD``, ``PP`` or ``TP``. ``group_size``: balance over groups of buckets first."""
         self._before("distribute", "balance", self.placement)
         try:
             n = self.tree.n_buckets(axis)
@@ -94,62 +141,111 @@ class DGraph:
         groups = "" if group_size is None else f", groups of {group_size}"
         return replace(self, axis=axis, group_size=group_size, trail=(*self.trail, f"distribute({axis}: {n} buckets{groups})"))
 
-    def cost(self, fn: CostFn, memory: CostFn | None = None) -> DGraph:
-        """What each node costs. ``fn`` gets the nodes' metadata columns and returns one number each."""
+    def cost(self, fn: CostFn | str, memory: CostFn | str | None = None) -> DGraph:
+        """What each node costs. ``fn`` gets the nodes' metadata columns and returns one number each; or a name known to ``ov.cost``.
+
+        ``memory``: what each node takes of a microbatch's memory, in any unit; ``balance(memory_capacity=)`` bounds it. Ragged
+        columns of samples come as they are (the costs of ``ov.cost`` sum over a sample's items), unless ``meta`` was selected.
+        """
         self._before("cost", "balance", self.placement)
-        if memory is not None:
-            raise PlanError("cost(memory=) is not available in this version", self.buffer.step, "bound microbatches by capacity= in tokens")
-        costs = np.asarray(fn(self.columns), np.float64)
-        if costs.shape != self.sample.shape:
-            raise PlanError(f"cost function {_name(fn)}: wanted {len(self.sample)} numbers, found shape {costs.shape}", self.buffer.step)
-        if len(costs) and not (np.isfinite(costs).all() and costs.min() >= 0):
-            raise PlanError(f"cost function {_name(fn)} gave a number that is negative, infinite or none at all", self.buffer.step)
-        return replace(self, costs=costs, trail=(*self.trail, f"cost({_name(fn)})"))
+        whole, n = len(self.sample) == len(self.buffer), len(self.sample)
+        ragged = {} if self.meta else {name: c for name, c in self.buffer.meta.items() if isinstance(c, Ragged)}
+        columns: dict[str, Column] = {**(ragged if whole else {name: c.take(self.sample) for name, c in ragged.items()}), **self.columns}
+        try:
+            costs, held = asked(fn, columns, n), None if memory is None else asked(memory, columns, n, "memory")
+        except PlanError as e:
+            raise PlanError(e.problem, self.buffer.step, e.remedy) from None
+        what = f"cost({_name(fn)}{'' if memory is None else f', memory={_name(memory)}'})"
+        return replace(self, costs=costs, memory=held, unit=unit_of(named(fn)), trail=(*self.trail, what))
 
     def balance(
-        self,
-        method: str = "greedy",
-        level: str = "both",
-        objective: str = "iteration",
-        keep_order: bool = False,
-        capacity: int | None = None,
-    ) -> DGraph:
+        self, method: str = "greedy", level: str = "both", objective: str = "iteration", keep_order: bool = False,
+        capacity: int | None = None, memory_capacity: float | None = None,
+    ) -> DGraph:  # fmt: skip
         """Buckets and microbatches for all nodes.
 
-        ``capacity`` is that of one microbatch, by default the batch's context for samples and none for items, which are
-        then placed once for the whole step. ``keep_order``: microbatch k of all buckets together is the stream's k-th run.
+        ``method``: ``greedy``, ``karmarkar_karp``, ``zigzag``, ``none``, or one of ``register_balance``. ``objective``: ranks meet once
+        an ``iteration`` or after every ``microbatch``. ``level``: ``both``; ``inter`` (buckets only), ``intra`` (inside buckets only),
+        ``interleaved`` (both objectives at once). ``capacity`` is that of one microbatch, by default the batch's context for samples
+        and none for items, which are then placed once for the whole step. ``memory_capacity`` bounds the sum of ``cost(memory=)`` of
+        a microbatch beside it. ``keep_order``: microbatch k of all buckets together is the stream's k-th run, or its k-th sub-draw.
         """
         self._before("balance", "balance", self.placement)
         method_named(method)
         if self.axis is None:
             raise PlanError(f"balance({method!r}) comes before distribute", self.buffer.step, "call .distribute(axis) first")
         graph = self if self.costs is not None else replace(self, costs=self.sizes().astype(np.float64))
+        batch = self.buffer.batch
         if capacity is None:
-            capacity = 0 if self.items else self.buffer.batch.context
-        least = self.buffer.batch.microbatches if capacity else 1
+            capacity = 0 if self.items else batch.context
         self.check_sizes(capacity)
+        self._check_memory(memory_capacity)
         assert graph.costs is not None
+        substep = self.buffer.substep if keep_order else None
         problem = Problem(
-            costs=graph.costs, sizes=self.sizes(), n_buckets=self.tree.n_buckets(self.axis), microbatches=least, capacity=capacity,
-            group_size=self.group_size, method=method,
+            costs=graph.costs, sizes=self.sizes(), n_buckets=self.tree.n_buckets(self.axis), capacity=capacity, group_size=self.group_size,
+            microbatches=batch.microbatches if capacity else 1, method=method, memory=self.memory,
+            memory_capacity=memory_capacity or 0.0, substep=None if substep is None else substep[self.sample],
+            spare=batch.layout == "packed" and self.buffer.overflow == "grow",  # one more padded microbatch is one more to compute
         )  # fmt: skip
         try:
             found = place(problem, level=level, objective=objective, keep_order=keep_order)
         except PlanError as e:
             raise PlanError(e.problem, self.buffer.step, e.remedy) from None
-        return graph.placed(found, f"balance({method}, {level}, {objective}{', keep_order' if keep_order else ''})", capacity)
+        bounded = graph if memory_capacity is None else replace(graph, memory_capacity=memory_capacity)
+        return bounded.placed(found, f"balance({method}, {level}, {objective}{', keep_order' if keep_order else ''})", capacity)
+
+    def _check_memory(self, capacity: float | None) -> None:
+        """Memory has a function and a bound, or neither; a node that alone breaks the bound is named."""
+        if capacity is not None and not 0 < capacity < float("inf"):
+            raise PlanError(f"memory_capacity: wanted a number above 0, found {capacity!r}", self.buffer.step)
+        if (self.memory is None) != (capacity is None):
+            lacks = "balance(memory_capacity=) was not given" if capacity is None else "cost(memory=) was not given"
+            raise PlanError(f"a memory function and a bound go together, but {lacks}", self.buffer.step, "give both, or neither")
+        if self.memory is not None and capacity is not None and len(self.memory) and float(self.memory.max()) > capacity:
+            i = int(self.memory.argmax())
+            raise PlanError(
+                f"sample {self.buffer[int(self.sample[i])]} takes {float(self.memory[i]):.12g} of memory, a microbatch has {capacity:.12g}",
+                self.buffer.step, "raise memory_capacity, or let on_long cut or split long samples",
+            )  # fmt: skip
 
     def placed(self, placement: Placement, what: str, capacity: int) -> DGraph:
         """With a placement made elsewhere: for strategies that do not balance."""
         done = f"{what}: {placement.way}, M={placement.n_microbatches}"
         return replace(self, placement=placement, capacity=capacity, trail=(*self.trail, done))
 
+    def follow(self, samples: DGraph, method: str = "greedy", *, per: str = "microbatch", stay: bool = False) -> DGraph:
+        """Buckets for items by where their samples went, instead of ``balance``.
+
+        ``per="microbatch"``: items of one slot over all buckets are balanced together and keep the slot, for a trainer that encodes
+        before each microbatch; ``"iteration"``: all together. ``stay``: items stay on the ranks of their sample's bucket.
+        """
+        self._before("follow", "balance", self.placement)
+        if self.axis is None or samples.axis is None or samples.placement is None or samples.items:
+            raise PlanError("follow() wants distributed items and balanced samples", self.buffer.step, "call .distribute(axis) first")
+        graph = self if self.costs is not None else replace(self, costs=self.sizes().astype(np.float64))
+        assert graph.costs is not None
+        node = np.full(len(self.buffer), -1)
+        node[samples.sample] = np.arange(len(samples.sample))
+        if (at := node[self.sample]).min(initial=0) < 0:
+            raise PlanError("follow(): a sample of these items was not placed", self.buffer.step, "select the same sources in both graphs")
+        p = samples.placement
+        went = Samples(bucket=p.bucket[at], microbatch=p.microbatch[at], n_microbatches=p.n_microbatches, axis=samples.axis)
+        try:
+            found = follow(graph.costs, self.sizes(), went, self.tree, axis=self.axis, method=method, per=per, stay=stay)
+        except PlanError as e:
+            raise PlanError(e.problem, self.buffer.step, e.remedy) from None
+        return graph.placed(found, f"follow({method}, {per}{', stay' if stay else ''})", 0)
+
     def broadcast_at(self, *dims: str) -> DGraph:
-        """Axes along which the trainer broadcasts: one rank of each such group fetches, the others get nothing."""
-        unknown = [d for d in dims if d not in BROADCASTS]
-        if unknown:
-            raise PlanError(f"unknown broadcast axis {unknown[0]!r}; known: {', '.join(BROADCASTS)}", self.buffer.step)
-        both = (*self.broadcast, *(d for d in dict.fromkeys(dims) if d not in self.broadcast))
+        """Axes along which the trainer broadcasts: ``TP``, ``CP``, ``PP``, ``DP``, nested in any order.
+
+        One rank of each group fetches (coordinate 0), for all it serves; the others get nothing. ``plan.fetchers()`` names them.
+        """
+        try:
+            both = broadcast_dims((*self.broadcast, *dims))
+        except JobError as e:
+            raise PlanError(e.problems[0], self.buffer.step) from None
         return replace(self, broadcast=both, trail=(*self.trail, f"broadcast_at({', '.join(dims)})"))
 
     def plan(self, **modules: DGraph) -> LoadingPlan:
@@ -162,14 +258,17 @@ class DGraph:
                 raise PlanError(f"module {name!r} was made from other samples", b.step, "start both graphs from one mixed graph")
         tokens = b.column("tokens")
         assert isinstance(tokens, np.ndarray)
+        units = {name: graph.unit for name, graph in {"backbone": self, **modules}.items() if graph.unit}
+        ends = {name: graph.placeholders() for name, graph in modules.items()}
+        cut = {name: e.cut for name, e in ends.items() if e is not None and e.cut}  # items that are not sent whole
         return LoadingPlan(
             step=b.step, names=b.names, source=b.source, epoch=b.epoch, file=b.file, row=b.row, part=b.part,
-            tokens=tokens.astype(np.int64, copy=False), substep=b.substep,
-            modules={"backbone": self._assignment("backbone"), **{n: g._assignment(n) for n, g in modules.items()}},
-            extra={"trail": list(self.trail), "weights": dict(b.weights)},
+            tokens=tokens.astype(np.int64, copy=False), substep=b.substep, place=self.tree,
+            modules={"backbone": self._assignment("backbone"), **{n: g._assignment(n, ends[n]) for n, g in modules.items()}},
+            extra={"trail": list(self.trail), "weights": dict(b.weights), **{k: v for k, v in (("unit", units), ("cut", cut)) if v}},
         ).validate()  # fmt: skip
 
-    def _assignment(self, name: str) -> Assignment:
+    def _assignment(self, name: str, ends: Placeholders | None = None) -> Assignment:
         if not self.mixed:
             raise PlanError(f"module {name!r} was never mixed", self.buffer.step, "call .mix() after from_buffer")
         if self.axis is None or self.placement is None:
@@ -181,12 +280,21 @@ class DGraph:
         return Assignment(
             axis=self.axis, n_buckets=n, n_microbatches=p.n_microbatches, sample=self.sample, bucket=p.bucket, microbatch=p.microbatch,
             slot=slot, size=self.sizes(), cost=costs, capacity=self.capacity, broadcast=self.broadcast,
+            memory=self.memory, memory_capacity=self.memory_capacity,
+            out=None if ends is None else ends.out, offset=None if ends is None else ends.offset,
         )  # fmt: skip
 
+    def placeholders(self) -> Placeholders | None:
+        """Where the output of each item goes in the tokens of its sample; None for samples."""
+        if not self.items:
+            return None
+        column = next(iter(self.columns))
+        return placeholders(self.buffer, self.sample, self.columns[column], column, self.merge)
+
     def sizes(self) -> np.ndarray:
-        """What counts against the capacity: a document's tokens with its padding; for items, the first selected column."""
+        """What counts against the capacity: a document's tokens with its padding; for items, the first ragged column."""
         if self.items:
-            return self.columns[self.meta[0]].astype(np.int64)
+            return next(iter(self.columns.values())).astype(np.int64)
         tokens = self.buffer.column("tokens")
         assert isinstance(tokens, np.ndarray)
         if len(self.sample) < len(tokens):
@@ -212,46 +320,36 @@ class DGraph:
         nodes = f"{len(self.sample)} items of {len(self.buffer)} samples" if self.items else f"{len(self.sample)} samples"
         return f"DGraph(step {self.buffer.step}, {nodes} on {self.tree}" + "".join(f"\n  -> {t}" for t in self.trail) + ")"
 
+    @property
+    def loader(self) -> Binding:
+        """Which loader held each node. Only a planned step tells (``session.graph(step)``); a strategy is refused."""
+        if self.bound is None:
+            raise loader_is_hidden("graph.loader", self.buffer.step)
+        by_sample = self.bound.loader
+        return Binding(index=read_only(by_sample.index[self.sample]), names=by_sample.names)
+
+    @property
+    def constructor(self) -> tuple[str, ...]:
+        """The constructor of each bucket, by bucket number. Bound by planning."""
+        if self.bound is None:
+            raise unbound(self.buffer.step)
+        return self.bound.constructor
+
+    def edges(self) -> list[Edge]:
+        """The way of the nodes so far: (state before, state after, which transform or grouping)."""
+        return edges_of(self.trail, self.bound is not None)
+
     def to_mermaid(self) -> str:
-        """A flowchart: sources, primitives, buckets with their load over the mean (the first eight of each)."""
-        lines, counts = ["flowchart LR"], np.bincount(self.buffer.source[self.sample], minlength=len(self.buffer.names))
-        for i, name in list(enumerate(self.buffer.names))[:8]:
-            lines.append(f'  s{i}["{_label(name)}: {counts[i]}"] --> p0')
-        steps = self.trail or ("samples",)
-        for i, what in enumerate(steps):
-            lines.append(f'  p{i}["{_label(what)}"]' + (f" --> p{i + 1}" if i + 1 < len(steps) else ""))
-        if self.placement is not None and self.axis is not None and self.costs is not None:
-            n = self.tree.n_buckets(self.axis)
-            loads = np.bincount(self.placement.bucket, weights=self.costs, minlength=n)
-            mean = float(loads.mean()) or 1.0
-            lines += [f'  p{len(steps) - 1} --> b{i}["bucket {i}: {loads[i] / mean:.3f}"]' for i in range(min(n, 8))]
-        return "\n".join(lines)
+        """A flowchart: sources, loaders, primitives, buckets, microbatches with their load over the mean; elided where many."""
+        from overlord.observe.mermaid import flowchart
 
+        return flowchart(self)
 
-def _nodes(buffer: Buffer, names: Sequence[str]) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
-    """(buffer row of each node, metadata columns, whether nodes are items)."""
-    if not names:
-        return np.arange(len(buffer)), {n: c for n, c in buffer.meta.items() if isinstance(c, np.ndarray)}, False
-    found = {name: buffer.column(name) for name in names}
-    ragged = {n: c for n, c in found.items() if isinstance(c, Ragged)}
-    if not ragged:
-        return np.arange(len(buffer)), {n: c for n, c in found.items() if isinstance(c, np.ndarray)}, False
-    lengths = next(iter(ragged.values())).lengths
-    sample = np.repeat(np.arange(len(buffer)), lengths)
-    columns: dict[str, np.ndarray] = {}
-    for name, column in found.items():
-        if isinstance(column, Ragged) and not np.array_equal(column.lengths, lengths):
-            other = next(iter(ragged))
-            raise PlanError(f"metadata {name!r} has other item counts than {other!r}", buffer.step, "select them in two graphs")
-        columns[name] = column.values[column.offsets[0] : column.offsets[-1]] if isinstance(column, Ragged) else column[sample]
-    return sample, dict(sorted(columns.items(), key=lambda c: c[0] not in ragged)), True
+    def to_html(self, path: str | PathLike[str], **modules: DGraph) -> None:
+        """One page that stands alone: where every sample went and what it costs. ``modules`` as in ``plan``."""
+        from overlord.observe.graphpage import write_page
 
-
-def _rows_of(buffer: Buffer, sources: Sequence[str]) -> np.ndarray:
-    unknown = [s for s in sources if s not in buffer.names]
-    if unknown:
-        raise PlanError(f"unknown source {unknown[0]!r}; known: {', '.join(buffer.names)}", buffer.step)
-    return np.flatnonzero(np.isin(buffer.source, [buffer.names.index(s) for s in sources]))
+        write_page(self, path, modules)
 
 
 def _slots(bins: np.ndarray, n_bins: int) -> np.ndarray:
@@ -277,8 +375,12 @@ class _Front:
         return stop - start, int(self._ends[stop] - self._ends[start])
 
 
-def _draw(buffer: Buffer, schedule: Schedule | Weights, draw: str, seed: int) -> Buffer:
-    """Step ``buffer.step`` drawn from the candidates with nothing owed: the exact rule of docs/stream.md."""
+def _draw(buffer: Buffer, schedule: Schedule | Weights, draw: str, seed: int, look_ahead: int) -> Buffer:
+    """The candidates of step ``buffer.step``, drawn with nothing owed by the exact rule of docs/stream.md."""
+    if not isinstance(look_ahead, int) or look_ahead < 1 or (look_ahead > 1 and buffer.batch.samples is None):
+        raise PlanError(
+            f"look_ahead: wanted a whole number of at least 1 (above 1 with a batch in samples), found {look_ahead!r}", buffer.step
+        )
     said = schedule(buffer.step, {}) if callable(schedule) else schedule
     weights = by_source(said, buffer.names)
     if draw == "random" and buffer.batch.tokens is not None:
@@ -290,15 +392,9 @@ def _draw(buffer: Buffer, schedule: Schedule | Weights, draw: str, seed: int) ->
     n = len(rows)
     drawn = drawer.draw(buffer.step, weights, [0] * n, [True] * n, [_Front(tokens[r]) for r in rows])
     assert isinstance(drawn, Drawn), "every front has ended, so nothing can be missing"
-    source, k = step_order(drawn.counts[0])
-    first = np.cumsum([0, *(len(r) for r in rows)])[:-1]
-    picked = np.concatenate(rows)[first[source] + k] if len(source) else np.zeros(0, np.int64)
-    return replace(buffer.take(picked), drawn=True, weights=dict(zip(buffer.names, weights, strict=True)))
+    shown = np.concatenate([r[: look_ahead * k] for r, k in zip(rows, drawn.counts[0], strict=True)]) if rows else np.zeros(0, np.int64)
+    return replace(buffer.take(shown), wanted=drawn.counts, weights=dict(zip(buffer.names, weights, strict=True)))
 
 
 def _name(fn: Any) -> str:
     return getattr(fn, "__name__", None) or repr(fn)
-
-
-def _label(text: str) -> str:
-    return text.replace('"', "'")

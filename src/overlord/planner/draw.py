@@ -120,6 +120,20 @@ def step_order(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     return source[order].astype(np.int32), k[order]
 
 
+def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Order of a step over samples listed source by source, and the sub-draw of each if there are several: ``counts[draw][source]``."""
+    totals = np.sum(counts, axis=0)
+    first = np.cumsum(totals) - totals
+    orders = []
+    for draw in counts:
+        source, k = step_order(draw)
+        orders.append(first[source] + k)
+        first = first + np.array(draw)
+    if len(orders) == 1:
+        return orders[0], None
+    return np.concatenate(orders), np.repeat(np.arange(len(orders), dtype=np.int32), [len(o) for o in orders])
+
+
 class Drawer:
     """Draws steps from the fronts of the streams. Holds rules, no state: accounts come in and go out."""
 

@@ -6,88 +6,42 @@ and for nothing else. Every input that changes the stream is an event with its f
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from overlord.errors import PlanError
-from overlord.job import Batch, mixture_problems
+from overlord.job import UNIT, mixture_problems
 from overlord.loader.loader import GROUPS_AHEAD
-from overlord.messages import Announce, Attach, Consumed, Cursor, Detach, Finish, Refill, SetMixture, Skip, Stage, StreamState
-from overlord.placetree import ClientPlaceTree
+from overlord.messages import (
+    AddSource,
+    Announce,
+    Attach,
+    Consumed,
+    Cursor,
+    Detach,
+    Finish,
+    Refill,
+    Report,
+    SetMixture,
+    Skip,
+    Stage,
+    StreamState,
+)  # fmt: skip
 from overlord.plan import LoadingPlan
-from overlord.planner.draw import Drawer, Drawn, Short, step_order
-from overlord.planner.events import latest, still_in_force
-from overlord.planner.stream import BadRow, Piece, SourceStream
+from overlord.planner.ahead import Extended, Reserve
+from overlord.planner.choose import check_choice, counts_of, rows_of
+from overlord.planner.draw import Drawer, Drawn, Short, step_positions
+from overlord.planner.events import joined, said_of_all, skipped, still_in_force, widened
+from overlord.planner.gather import Pieces, check_plan, check_samples, cursors_behind, gather, holders
+from overlord.planner.mixture import Mixture, nothing_to_draw
+from overlord.planner.spec import Ledger, NewSource, PlannerSpec, SourceSpec, initial_state
+from overlord.planner.stream import Piece, SourceStream
 from overlord.sample import Buffer
 
-Schedule = Callable[[int, Mapping[str, float]], Sequence[float]]
 Command = Refill | Stage | Finish
-
-
-KEPT_BAD = 200_000  # quarantined rows that are listed, the latest; all are counted. About 60 MB.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceSpec:
-    """What the planner must know of a source."""
-
-    name: str
-    n_groups: int
-    epochs: int | None
-    max_bad: int
-    loaders: int = 1
-    files: tuple[str, ...] = ()  # paths, for errors
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerSpec:
-    """The job as the planner sees it."""
-
-    sources: tuple[SourceSpec, ...]
-    batch: Batch
-    place: ClientPlaceTree
-    strategy: Callable[[Buffer, ClientPlaceTree], LoadingPlan]
-    schedule: Schedule
-    seed: int = 0
-    until: str | int = "all"
-    draw: str = "exact"
-    mix_every: str = "step"
-    prefetch: int = 4
-    read_ahead: int = 2  # steps' worth of samples that loaders hold ready beyond the step being drawn
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(s.name for s in self.sources)
-
-
-@dataclass(frozen=True, slots=True)
-class Quarantined:
-    """A row that never reached a plan, and why."""
-
-    source: int
-    epoch: int
-    file: int
-    row: int
-    reason: str
-
-
-@dataclass(slots=True)
-class Totals:
-    """Running counts per source, part of the state so that they survive a restart."""
-
-    samples: np.ndarray
-    tokens: np.ndarray
-    quarantined: np.ndarray
-    dropped: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-
-
-def initial_state(spec: PlannerSpec) -> StreamState:
-    n = len(spec.sources)
-    return StreamState(step=0, cursors=np.array([Cursor()] * n, np.int64), owed=(0,) * n, active=(True,) * n)
 
 
 class Planner:
@@ -97,14 +51,8 @@ class Planner:
         self.spec = spec
         state = state or initial_state(spec)
         self._state = state
-        self._streams = [
-            SourceStream(
-                s.name, loaders=s.loaders, n_groups=s.n_groups, epochs=s.epochs, max_bad=s.max_bad, cursor=Cursor(*c), files=s.files
-            )
-            for s, c in zip(spec.sources, state.cursors.tolist(), strict=True)
-        ]
-        self._first_loader = np.concatenate([[0], np.cumsum([s.loaders for s in spec.sources])]).astype(np.int64)
-        self._loader_source = np.repeat(np.arange(len(spec.sources)), [s.loaders for s in spec.sources]).tolist()
+        self._streams = [_stream(s, Cursor(*c)) for s, c in zip(spec.sources, state.cursors.tolist(), strict=True)]
+        self._number_loaders()
         draws = spec.batch.microbatches if spec.mix_every == "microbatch" else 1
         self._drawer = Drawer(
             samples=spec.batch.samples, tokens=spec.batch.tokens, draws=draws, random=spec.draw == "random",
@@ -116,11 +64,15 @@ class Planner:
         self._level = [0] * len(spec.sources)  # samples each source's loaders were last asked to hold
         self._must = np.zeros(int(self._first_loader[-1]), np.int64)  # what each loader was last told to reach
         self._held = np.zeros(int(self._first_loader[-1]), np.int64)  # announced and not yet popped, by loader
+        self._reserve = Reserve(len(spec.sources)) if spec.leaves_holes or any(map(len, state.ahead)) else None
+        self._replay = {i: ages for i, ages in enumerate(state.ahead) if len(ages)}  # pulled before the state was saved
         self._finished: Finish | None = None
-        self._weights: list[float] = []
-        self.quarantine: deque[Quarantined] = deque(maxlen=KEPT_BAD)
-        self.totals = Totals(*(_restored(state, name, len(spec.sources)) for name in ("samples", "tokens", "quarantined", "dropped")))
-        self._dropped_before = self.totals.dropped.copy()
+        self._begun = -1  # a step whose weights were charged to the accounts already: a draw gave nothing, the next one waits
+        self._mixture = Mixture(
+            spec.schedule, every=spec.mix_every, lag=spec.feedback_lag, takes_feedback=spec.takes_feedback, state=state
+        )  # fmt: skip
+        self._weights: list[float] = self._mixture.weights
+        self.ledger = Ledger(state, len(spec.sources))
 
     # events
 
@@ -149,19 +101,55 @@ class Planner:
                 return [event]
             case SetMixture() | Skip():
                 self._add_event(event)
+            case NewSource():
+                self._add_source(event)
+            case Report():
+                self._mixture.report(event)
+                return []
             case _:
                 raise TypeError(f"the planner does not know {type(event).__name__}")
         return self._plan_ahead()
 
     def _add_event(self, event: SetMixture | Skip) -> None:
-        steps = event.steps if isinstance(event, Skip) else (event.at,)
-        if steps and min(steps) < self._state.step:
-            raise PlanError(
-                f"step {min(steps)} is planned already", remedy=f"the first step that can still change is {self._state.step}"
-            )  # fmt: skip
-        if isinstance(event, SetMixture) and (problems := mixture_problems(event.weights, self.spec.names)):
-            raise PlanError("; ".join(problems))
+        self.refuse_planned(event.at if isinstance(event, SetMixture) else min(event.steps, default=self.open_step))
+        if isinstance(event, SetMixture):
+            if problems := mixture_problems(event.weights, self.spec.names):
+                raise PlanError("; ".join(problems))
+            if names := nothing_to_draw(event.weights, self._state.events, event.at):
+                raise PlanError(f"all that the mixture weighs, {', '.join(names)}, joins later", event.at, "name a later step")
+            event = said_of_all(event, self.spec.names)
         self._state = replace(self._state, events=(*self._state.events, event))
+
+    def refuse_planned(self, step: int) -> None:
+        if step < self.open_step:
+            raise PlanError(f"step {step} is planned already", remedy=f"the first step that can still change is {self.open_step}")
+
+    def _add_source(self, new: NewSource) -> None:
+        """One more source, behind all others: their numbers, cursors and accounts stay as they are."""
+        at, state = new.event.at, self._state
+        if self._finished:
+            raise PlanError(f"the job ends before step {self._finished.step}", remedy="there is no step left for a source to join")
+        self.refuse_planned(at)
+        if new.source.name in self.spec.names:
+            raise PlanError(f"there is a source {new.source.name!r} already")
+        self.spec = replace(self.spec, sources=(*self.spec.sources, new.source))
+        n = len(self.spec.sources)
+        self._state = widened(replace(state, events=(*joined(state.events), new.event, *_others(state.events))), n)
+        self._streams.append(_stream(new.source, Cursor()))
+        self._number_loaders()
+        more = np.zeros(new.source.loaders, np.int64)
+        self._must, self._held = np.concatenate([self._must, more]), np.concatenate([self._held, more])
+        self._level.append(0)
+        if self._reserve is not None:
+            self._reserve.grow()
+        self._mixture.widen(n)
+        self._weights = self._mixture.weights
+        self.ledger.widen()
+
+    def _number_loaders(self) -> None:
+        loaders = [s.loaders for s in self.spec.sources]
+        self._first_loader = np.concatenate([[0], np.cumsum(loaders)]).astype(np.int64)
+        self._loader_source = np.repeat(np.arange(len(loaders)), loaders).tolist()
 
     # planning
 
@@ -195,24 +183,89 @@ class Planner:
         state, spec = self._state, self.spec
         if state.step == spec.until or (spec.until == "first" and not all(state.active)):
             return self._finish(None)
+        if self._replay and (need := self._pull_again()):
+            return self._wait(need)
         self._mix()
+        state = self._state
         while True:
-            drawn = self._drawer.draw(state.step, self._weights, state.owed, state.active, self._streams)
+            drawn = self._drawer.draw(state.step, self._weights, state.owed, state.active, self._fronts())
             if isinstance(drawn, Short):
-                return self._wait(drawn.need)
+                return self._wait({i: n - self._open(i) for i, n in drawn.need.items()})
             if any(map(sum, drawn.counts)):
                 break
             # Nothing drawn: the end, or a step of few tokens while long samples taken before are still being paid for.
             self._state = state = replace(self._state, owed=drawn.owed, active=drawn.active)
+            self._begun = state.step
             if (spec.until == "first" and not all(drawn.active)) or not any(
                 w for w, a in zip(self._weights, drawn.active, strict=True) if a
             ):
                 return self._finish(None)
+        if self._reserve is not None and (need := self._pull(self._reserve, drawn)):
+            return self._wait(need)
         self._waiting = {}
-        stage = self._stage(drawn)
+        stage = self._stage(drawn) if self._reserve is None else self._stage_chosen(self._reserve, drawn)
         if not stage.skipped:
             self._outstanding.append(stage.plan.step)
         return [stage, *self._refills(drawn)]
+
+    # look-ahead: samples pulled from the streams and not drawn yet
+
+    def _open(self, i: int) -> int:
+        return 0 if self._reserve is None else self._reserve.open(i)
+
+    def _fronts(self) -> Sequence[Extended | SourceStream]:
+        return self._streams if self._reserve is None else [Extended(s, self._reserve.open(i)) for i, s in enumerate(self._streams)]
+
+    def _pull_again(self) -> dict[int, int]:
+        """After a restart: bring back what had been pulled; or say what is missing for it."""
+        assert self._reserve is not None
+        if need := {i: len(a) for i, a in self._replay.items() if self._streams[i].ready < len(a) and not self._streams[i].ended}:
+            return need
+        for i, ages in self._replay.items():
+            pieces, _ = self._streams[i].take(min(len(ages), self._streams[i].ready))  # the failures on the way are listed already
+            self._reserve.pull(i, pieces, holders([(i, p) for p in pieces], self._first_loader), ages)
+            self.ledger.counted_before(i, self._streams[i].dropped)
+        self._replay = {}
+        return {}
+
+    def _pull(self, reserve: Reserve, drawn: Drawn) -> dict[int, int]:
+        """Bring the candidates of a draw into the reserve; or say what is missing for it."""
+        wanted = {i: n - reserve.open(i) for i, n in enumerate(counts_of(drawn.counts, self.spec.look_ahead)) if n > reserve.open(i)}
+        if need := {i: n for i, n in wanted.items() if self._streams[i].ready < n and not self._streams[i].ended}:
+            return need
+        for i, n in wanted.items():
+            pieces, bad = self._streams[i].take(min(n, self._streams[i].ready))
+            self.ledger.list_bad(i, bad)
+            reserve.pull(i, pieces, holders([(i, p) for p in pieces], self._first_loader))
+        return {}
+
+    def _stage_chosen(self, reserve: Reserve, drawn: Drawn) -> Stage:
+        """A step whose strategy chooses among candidates, or leaves what does not fit."""
+        state, spec = self._state, self.spec
+        pops = reserve.number(int(self._first_loader[-1]))
+        candidates = reserve.candidates(counts_of(drawn.counts, spec.look_ahead))
+        order, substep = step_positions(drawn.counts)
+        shown = np.arange(len(candidates.rows)) if spec.look_ahead > 1 else order
+        buffer = self._gather(candidates.pieces, candidates.rows[shown], substep if spec.look_ahead == 1 else None)
+        loader = holders(candidates.pieces, self._first_loader)[candidates.rows[shown]]
+        buffer = replace(buffer, age=candidates.age[shown], max_age=spec.max_age, overflow=spec.overflow)
+        if spec.look_ahead > 1:
+            buffer = replace(buffer, drawn=False, wanted=drawn.counts)
+            if spec.prefer is not None:
+                buffer = replace(buffer, scores=spec.prefer(state.step, buffer))
+        plan = spec.strategy(buffer, spec.place)
+        check_plan(plan, buffer, spec.place)
+        rows = rows_of(plan, buffer)
+        check_choice(rows, buffer, left_allowed=spec.overflow == "defer")
+        plan.validate()
+        taken = np.zeros(len(candidates.rows), bool)
+        taken[shown[rows]] = True
+        doc, cursors = candidates.number[shown[rows]], state.cursors.copy()
+        kept = reserve.settle(candidates, taken, cursors, left=spec.look_ahead == 1)
+        left = (np.sum(drawn.counts, axis=0) - np.bincount(plan.source, minlength=len(spec.sources))).tolist()
+        owed = tuple(o + n * UNIT for o, n in zip(drawn.owed, left, strict=True))
+        active = tuple(a or n > 0 for a, n in zip(drawn.active, left, strict=True))
+        return self._staged(plan, pops, doc, loader[rows], cursors, replace(drawn, owed=owed, active=active), kept)
 
     def _wait(self, need: dict[int, int]) -> list[Command]:
         """Ask for what the draw lacks. A stream that broke before it is where the job ends."""
@@ -260,129 +313,103 @@ class Planner:
         self._waiting = {}
         for i, stream in enumerate(self._streams):
             if not self._state.active[i] or (error is not None and stream.error is error):
-                self._list_bad(i, stream.rest())
+                self.ledger.list_bad(i, stream.rest())
         return [self._finished]
 
     def _mix(self) -> None:
         """Bring the weights in force up to date."""
-        state = self._state
-        if self.spec.mix_every != "epoch":
-            self._state = replace(state, mix_step=state.step)
-            self._weights = self._weights_at(state.step)
-            return
-        if not self._weights:  # a planner that starts at a state: first what was in force there
-            self._weights = self._weights_at(state.mix_step)
-        epoch = min((e for e, w in zip(state.cursors[:, 0].tolist(), self._weights, strict=True) if w), default=0)
-        if epoch > state.mix_epoch:
-            self._state = replace(state, mix_step=state.step, mix_epoch=epoch)
-            self._weights = self._weights_at(state.step)
-
-    def _weights_at(self, step: int) -> list[float]:
-        for change in latest(self._state.events, -1, step):
-            return [float(change.weights.get(name, 0.0)) for name in self.spec.names]
-        return [float(w) for w in self.spec.schedule(step, {})]
+        self._state = self._mixture.at(self._state, {s.name: s.weight for s in self.spec.sources})
+        self._weights = self._mixture.weights
 
     def _stage(self, drawn: Drawn) -> Stage:
-        state, spec = self._state, self.spec
+        spec = self.spec
         pieces: list[tuple[int, Piece]] = []
         for i, n in enumerate(np.sum(drawn.counts, axis=0).tolist()):
             if n:
                 taken, bad = self._streams[i].take(n)
                 pieces += [(i, piece) for piece in taken]
                 if bad:
-                    self._list_bad(i, bad)
-        order, substep = _step_positions(drawn)
-        buffer, loader, cursors = self._buffer(pieces, order, substep)
+                    self.ledger.list_bad(i, bad)
+        order, substep = step_positions(drawn.counts)
+        buffer, loader = self._gather(pieces, order, substep), holders(pieces, self._first_loader)[order]
         plan = spec.strategy(buffer, spec.place)
-        _check_strategy(plan, buffer, spec.place)
+        check_plan(plan, buffer, spec.place)
+        check_samples(plan, buffer)
         plan.validate()
         # A loader's samples leave it in its own order: within a loader, that is their order in the source's stream.
         pops = np.bincount(loader, minlength=int(self._first_loader[-1]))
         by_stream = np.lexsort((order, loader))
         doc = np.empty(len(loader), np.int64)
         doc[by_stream] = np.arange(len(loader))
+        return self._staged(plan, pops, doc, loader, cursors_behind(pieces, self._state.cursors), drawn)
+
+    def _gather(self, pieces: Pieces, order: np.ndarray, substep: np.ndarray | None) -> Buffer:
+        return gather(pieces, order, substep, spec=self.spec, state=self._state, weights=self._weights)
+
+    def _staged(
+        self, plan: LoadingPlan, pops: np.ndarray, doc: np.ndarray, loader: np.ndarray, cursors: np.ndarray, drawn: Drawn,
+        kept: np.ndarray | None = None,
+    ) -> Stage:  # fmt: skip
+        """Close the step: accounts, counts and the state behind it."""
+        state = self._state
         self._held -= pops
         self._must = np.zeros_like(self._must)
-        self._count(buffer)
-        events = still_in_force(state.events, state.step, state.mix_step)
+        self.ledger.count(plan, self._weights, state.active)
+        self.ledger.see_dropped([s.dropped for s in self._streams])
         self._state = replace(
-            state, step=state.step + 1, cursors=cursors, owed=drawn.owed, active=drawn.active, events=events, counts=self._counts()
-        )
-        skipped = any(state.step in e.steps for e in state.events if isinstance(e, Skip))
-        return Stage(plan, pops, doc, plan.digest(), self._state, skipped)
-
-    def _buffer(
-        self, pieces: Sequence[tuple[int, Piece]], order: np.ndarray, substep: np.ndarray | None
-    ) -> tuple[Buffer, np.ndarray, np.ndarray]:
-        """The drawn samples in the order of the step, the loader that holds each, and the cursors behind them."""
-        parts = [p for _, p in pieces]
-        where = np.array([i for i, _ in pieces], np.int64)
-        n = np.array([p.stop - p.start for p in parts])
-        at = np.array([p.at for p in parts], np.int64)  # [pieces, 6]
-        file = np.concatenate([p.found.file[p.start : p.stop] for p in parts])
-        row = np.concatenate([p.found.row[p.start : p.stop] for p in parts])
-        part = np.concatenate([p.found.part[p.start : p.stop] for p in parts])
-        cursors = self._state.cursors.copy()
-        last, end = np.append(where[1:] != where[:-1], True), np.cumsum(n) - 1  # a source's last piece ends at its cursor
-        cursors[where[last], :3] = at[last, :3]
-        cursors[where[last], 3:] = np.stack([file[end[last]], row[end[last]], part[end[last]]], axis=1)
-        meta = {}
-        for name in parts[0].found.meta:
-            # A column that only some sources have cannot be balanced on; it is left out rather than invented.
-            if all(name in p.found.meta for p in parts):
-                meta[name] = np.concatenate([p.found.meta[name][p.start : p.stop] for p in parts])[order]
-        weights = dict(zip(self.spec.names, self._weights, strict=True))
-        buffer = Buffer(
-            names=self.spec.names, source=np.repeat(where, n)[order].astype(np.int32), epoch=np.repeat(at[:, 0], n)[order].astype(np.int32),
-            file=file[order].astype(np.int32), row=row[order].astype(np.int64), part=part[order].astype(np.int32), meta=meta,
-            batch=self.spec.batch, step=self._state.step, drawn=True, substep=substep, weights=weights,
+            state, step=state.step + 1, cursors=cursors, owed=drawn.owed, active=drawn.active, counts=self.ledger.counts(),
+            events=still_in_force(state.events, state.step, state.mix_step, self._mixture.lag),
+            ahead=() if self._reserve is None else self._reserve.ages(), **self._mixture.saved(),
         )  # fmt: skip
-        for column in (buffer.source, buffer.epoch, buffer.file, buffer.row, buffer.part, *meta.values()):
-            column.flags.writeable = False  # what was drawn is drawn: the plan is compared with these very arrays
-        return buffer, self._holders(parts, where, n)[order], cursors
-
-    def _holders(self, parts: Sequence[Piece], where: np.ndarray, n: np.ndarray) -> np.ndarray:
-        """Loader of every sample, source by source."""
-        first = np.repeat(self._first_loader[where], n)
-        if len(self._loader_source) == len(self.spec.sources):
-            return first
-        return first + np.concatenate(
-            [np.full(k, p.loader) if isinstance(p.loader, int) else p.loader[p.start : p.stop] for k, p in zip(n, parts, strict=True)]
-        )
-
-    def _count(self, buffer: Buffer) -> None:
-        n = len(self.spec.sources)
-        tokens = buffer.meta["tokens"]
-        assert isinstance(tokens, np.ndarray)
-        self.totals.samples += np.bincount(buffer.source, minlength=n)
-        self.totals.tokens += np.bincount(buffer.source, weights=tokens, minlength=n).astype(np.int64)
-
-    def _list_bad(self, i: int, rows: list[BadRow]) -> None:
-        self.quarantine += [Quarantined(i, *row) for row in rows]
-        self.totals.quarantined[i] += len(rows)
-
-    def _counts(self) -> dict[str, np.ndarray]:
-        t = self.totals
-        self.totals.dropped[:] = self._dropped_before + [s.dropped for s in self._streams]
-        return {n: getattr(t, n).copy() for n in ("samples", "tokens", "quarantined", "dropped")}
+        unseen = skipped(state.events, state.step, state.step + 1)
+        return Stage(plan, pops, doc, plan.digest(), self._state, unseen, kept, loader.astype(np.int32))
 
     # what others may ask
 
     def state(self) -> StreamState:
         return self._state
 
+    def summary_buffer(self) -> Buffer:
+        """All samples that are ready and not drawn, source by source in stream order: candidates for what-if, never for a plan."""
+        opened = [self._open(i) for i in range(len(self._streams))]
+        held = self._reserve.candidates(opened) if self._reserve is not None and any(opened) else None
+        pieces = list(held.pieces) if held else []
+        first = sum(p.stop - p.start for _, p in pieces)
+        pieces += [(i, piece) for i, stream in enumerate(self._streams) for piece in stream.ahead()]
+        if not pieces or not self._weights:
+            nothing: dict[str, dict[str, Any]] = {name: {"tokens": []} for name in self.spec.names}
+            return Buffer.from_columns(nothing, batch=self.spec.batch, step=self._state.step)
+        source = np.repeat([i for i, _ in pieces], [p.stop - p.start for _, p in pieces])
+        rows = np.concatenate([held.rows if held else np.zeros(0, np.int64), np.arange(first, len(source))])
+        buffer = self._gather(pieces, rows[np.argsort(source[rows], kind="stable")], None)
+        return replace(buffer, drawn=False)
+
     @property
     def next_step(self) -> int:
         return self._state.step
+
+    @property
+    def open_step(self) -> int:
+        """The first step that an event can still change."""
+        return self._state.step + (self._begun == self._state.step)
 
     @property
     def weights(self) -> list[float]:
         return list(self._weights)
 
     @property
+    def feedback(self) -> dict[str, int]:
+        """What became of reports, since this planner began."""
+        return self._mixture.feedback.counts()
+
+    def in_time(self, report: Report) -> bool:
+        """Whether a plan will use a report; one that comes too late is dropped."""
+        return self._mixture.in_time(report)
+
+    @property
     def dropped(self) -> list[int]:
         """Rows that filters dropped, in windows behind the samples drawn so far."""
-        return (self._dropped_before + [s.dropped for s in self._streams]).tolist()
+        return self.ledger.see_dropped([s.dropped for s in self._streams]).tolist()
 
     def waiting_for(self) -> str:
         """What the next plan waits for, in words."""
@@ -404,37 +431,15 @@ class Planner:
         """Invariants, for tests."""
         for stream in self._streams:
             stream.check()
-        if self.spec.batch.samples and self.spec.draw == "exact" and not self._state.events and all(self._state.active):
+        # What is deferred is owed, and weights that move leave more than a sample open.
+        constant = isinstance(self.spec.schedule, Mapping) and not self._state.events and self.spec.overflow == "grow"
+        if self.spec.batch.samples and self.spec.draw == "exact" and constant and all(self._state.active):
             assert all(abs(o) < 2**40 for o in self._state.owed), "an account is a whole sample off"
 
 
-def _step_positions(drawn: Drawn) -> tuple[np.ndarray, np.ndarray | None]:
-    """Order of the step over samples listed source by source, and the sub-draw of each."""
-    totals = np.sum(drawn.counts, axis=0)
-    first = np.cumsum(totals) - totals
-    orders = []
-    for counts in drawn.counts:
-        source, k = step_order(counts)
-        orders.append(first[source] + k)
-        first = first + np.array(counts)
-    if len(orders) == 1:
-        return orders[0], None
-    return np.concatenate(orders), np.repeat(np.arange(len(orders), dtype=np.int32), [len(o) for o in orders])
+def _stream(s: SourceSpec, cursor: Cursor) -> SourceStream:
+    return SourceStream(s.name, loaders=s.loaders, n_groups=s.n_groups, epochs=s.epochs, max_bad=s.max_bad, cursor=cursor, files=s.files)
 
 
-def _check_strategy(plan: Any, buffer: Buffer, place: ClientPlaceTree) -> None:
-    if not isinstance(plan, LoadingPlan):
-        raise PlanError(f"the strategy returned {type(plan).__name__}", buffer.step, "end it with .plan()")
-    same = plan.step == buffer.step and plan.names == buffer.names and len(plan) == len(buffer)
-    columns = ((getattr(plan, n), getattr(buffer, n)) for n in ("source", "epoch", "file", "row", "part"))
-    if not same or not all(a is b or np.array_equal(a, b) for a, b in (*columns, (plan.tokens, buffer.meta["tokens"]))):
-        raise PlanError(
-            "the strategy changed the drawn samples", buffer.step, "a strategy places samples; it neither adds, drops nor reorders them"
-        )
-    wanted = place.n_buckets("DP")
-    if "backbone" in plan.modules and plan.main.n_buckets != wanted:  # more would never be delivered
-        raise PlanError(f"the plan has {plan.main.n_buckets} buckets, {place} has {wanted}", buffer.step, 'call .distribute("DP")')
-
-
-def _restored(state: StreamState, name: str, n: int) -> np.ndarray:
-    return np.array(state.counts.get(name, np.zeros(n)), np.int64)
+def _others(events: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(e for e in events if not isinstance(e, AddSource))

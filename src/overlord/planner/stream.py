@@ -15,6 +15,7 @@ import numpy as np
 
 from overlord.errors import SourceError
 from overlord.messages import Announce, Cursor, Found
+from overlord.sample import Column, Ragged, cut_rows, join_rows, no_items, take_rows
 
 
 @dataclass(slots=True, eq=False)
@@ -179,7 +180,9 @@ class SourceStream:
             found = _take(found, np.arange(goods), np.arange(bads))
             loader, bad_at = loader if isinstance(loader, int) else loader[:goods], bad_at[:bads]
         tokens = np.zeros(len(found) + 1, np.int64)
-        np.cumsum(found.meta["tokens"], out=tokens[1:])
+        lengths = found.meta["tokens"]
+        assert isinstance(lengths, np.ndarray)
+        np.cumsum(lengths, out=tokens[1:])
         self._segments.append(_Segment(self._at, found, loader, tokens, bad_at, len(found)))
         self._ready += len(found)
         self._epoch_has_sample |= len(found) > 0
@@ -251,9 +254,13 @@ class SourceStream:
                 bad += _bad_rows(segment, np.flatnonzero(segment.bad_at >= b))
                 self._segments.popleft()
         # A window's drops count when a later one is drawn from: a restored stream reads the window of its cursor again.
-        while self._drops and self._drops[0][0] < pieces[-1].at:
+        while pieces and self._drops and self._drops[0][0] < pieces[-1].at:
             self.dropped += self._drops.popleft()[1]
         return pieces, bad
+
+    def ahead(self) -> list[Piece]:
+        """Everything that is ready, left where it is."""
+        return [Piece(s.at, s.found, s.loader, s.start, s.size) for s in self._segments if s.left]
 
     def rest(self) -> list[BadRow]:
         """Failures behind the last sample taken: of an exhausted source those at its end, of a broken one those that broke it.
@@ -266,6 +273,22 @@ class SourceStream:
 
     def check(self) -> None:
         assert self._ready == sum(s.left for s in self._segments), (self.name, self._ready)
+
+
+def step_meta(pieces: Sequence[Piece]) -> dict[str, Column]:
+    """Metadata of all pieces, joined.
+
+    A number that only some sources have cannot be balanced on; it is left out rather than invented. A list is another
+    matter: a source without image_patches has no images.
+    """
+    meta: dict[str, Column] = {}
+    for name in dict.fromkeys(name for p in pieces for name in p.found.meta):
+        held = [p.found.meta.get(name) for p in pieces]
+        if any(c is None for c in held) and not any(isinstance(c, Ragged) for c in held):
+            continue
+        cut = [no_items(p.stop - p.start) if c is None else cut_rows(c, p.start, p.stop) for c, p in zip(held, pieces, strict=True)]
+        meta[name] = join_rows(cut)
+    return meta
 
 
 def _bad_rows(segment: _Segment, which: np.ndarray) -> list[BadRow]:
@@ -309,7 +332,7 @@ def _split(parts: list[Found], bound: int | None) -> tuple[list[Found], list[Fou
 
 def _take(found: Found, rows: np.ndarray, bad: np.ndarray) -> Found:
     return Found(
-        found.key[rows], found.file[rows], found.row[rows], found.part[rows], {n: c[rows] for n, c in found.meta.items()},
+        found.key[rows], found.file[rows], found.row[rows], found.part[rows], {n: take_rows(c, rows) for n, c in found.meta.items()},
         found.bad_key[bad], found.bad_file[bad], found.bad_row[bad], tuple(found.bad_reason[j] for j in bad.tolist()), found.dropped,
     )  # fmt: skip
 
@@ -319,7 +342,7 @@ def _concat(parts: list[Found]) -> Found:
         return np.concatenate([getattr(p, name) for p in parts])
 
     full = [p for p in parts if len(p)] or parts[:1]
-    meta = {n: np.concatenate([p.meta[n] for p in full]) for n in full[0].meta}
+    meta = {n: join_rows([p.meta[n] for p in full]) for n in full[0].meta}
     reasons = tuple(r for p in parts for r in p.bad_reason)
     return Found(
         join("key"), join("file"), join("row"), join("part"), meta,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,12 +20,12 @@ CHUNK_SLICES = 16  # a chunk of a map-style dataset, in slices
 
 @dataclass(frozen=True, slots=True)
 class Factory:
-    """``fn(shard)`` returns a fresh iterator of dicts that gives the same rows every time it is called.
+    """``fn(shard)`` returns a fresh iterator of dicts that gives the same rows every time it is called; of one shard, ``fn()`` may.
 
     Give a ``fingerprint`` that changes when the rows do; without one a resumed job cannot notice that they did.
     """
 
-    fn: Callable[[int], Iterable[Mapping[str, Any]]]
+    fn: Callable[..., Iterable[Mapping[str, Any]]]
     shards: int = 1
     fingerprint: str | None = None
 
@@ -32,8 +33,47 @@ class Factory:
         problems = [] if callable(self.fn) else [f"fn: wanted a function of a shard's number, found {self.fn!r}"]
         if not isinstance(self.shards, int) or isinstance(self.shards, bool) or self.shards < 1:
             problems.append(f"shards: wanted a whole number of at least 1, found {self.shards!r}")
+        elif not problems and self.shards > 1 and not _takes_shard(self.fn):
+            problems.append(f"fn: wanted a function of a shard's number, since there are {self.shards} shards; this one takes no argument")
         if problems:
             raise JobError(problems, "factory")
+
+    def rows(self, shard: int) -> Iterable[Mapping[str, Any]]:
+        return self.fn(shard) if _takes_shard(self.fn) else self.fn()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Listed:
+    """Rows in a list or tuple, which as a ``uri`` would be a list of files."""
+
+    rows: list[Any] | tuple[Any, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.rows[i]
+
+
+def held(name: str, dataset: Any) -> Any:
+    """A dataset as a source holds it; what is none is refused with what would do."""
+    if isinstance(dataset, (list, tuple)):
+        return Listed(dataset)
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if sized and not isinstance(dataset, (str, bytes, Mapping, type)):
+        return dataset
+    problem = f"from_dataset: wanted an object with __len__ and __getitem__ by number, found {dataset!r}"
+    raise JobError([f"{problem}; an iterable goes in by Source.from_factory, files by Source(name, uri)"], f"source {name!r}")
+
+
+def _takes_shard(fn: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(fn).bind(0)
+    except ValueError:  # a builtin that does not say
+        return True
+    except TypeError:
+        return False
+    return True
 
 
 class DatasetFormat:
@@ -105,7 +145,7 @@ class FactoryFormat:
 def _rows(factory: Factory, shard: int) -> Iterator[Any]:
     n = 0
     try:
-        for row in factory.fn(shard):
+        for row in factory.rows(shard):
             yield row if isinstance(row, Mapping) else f"wanted a dict, found {type(row).__name__}"
             n += 1
     except Exception as error:

@@ -21,7 +21,7 @@ from overlord.hashing import digest
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from overlord.sample import Ragged
+    from overlord.sample import Column, Ragged
 
 RESERVED_META = ("tokens", "bytes")  # every sample has these
 
@@ -66,7 +66,7 @@ class Block:
     index: np.ndarray  # int64: input row of every sample
     part: np.ndarray  # int32
     tokens: Ragged  # starts at 0, nothing unused; a view of Arrow memory where nothing had to be cut out
-    meta: dict[str, np.ndarray]  # "tokens" and "bytes" (int64) and own columns (int64 or float64)
+    meta: dict[str, Column]  # "tokens" and "bytes" (int64) and own columns (int64 or float64, or ragged of these)
     bad: list[tuple[int, str]] = field(default_factory=list)  # (input row, reason), ascending
 
     def __len__(self) -> int:
@@ -167,10 +167,15 @@ class Select:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Meta:
-    """A number per sample that strategies see beside ``tokens`` and ``bytes``: a column, or what a function makes of the columns."""
+    """A number per sample that strategies see beside ``tokens`` and ``bytes``: a column, or what a function makes of the columns.
+
+    A column of lists gives several numbers per sample, one for each of its items: ``Meta("image_patches", "image_patches")``. They
+    count something, so none may be negative. When ``on_long="split"`` cuts a sample, its items stay with the first piece; samples of a
+    source without the column have no items.
+    """
 
     name: str
-    value: str | Callable[..., Any]  # a column's name, or fn(columns) -> numbers; with rows, fn(row) -> number
+    value: str | Callable[..., Any]  # a column's name, or fn(columns) -> one value a row; with rows, fn(row) -> value
     rows: bool = field(default=False, kw_only=True)
     holds_lock: bool = field(default=False, kw_only=True)
     kind: ClassVar[str] = "meta"

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from overlord.sample import Ragged
+from overlord.sample import Column, Ragged
 
 ID_LIMIT = 2**31  # ids are delivered as int64 and indexed as int32 by most kernels; nothing real comes near
 HIDDEN = "\x1fmeta."  # columns that Meta made: users' functions neither see nor lose them
@@ -78,17 +78,27 @@ def read_ids(table: pa.Table, name: str) -> tuple[Ragged, Bad]:
     bad = {int(i): f"{name} is null or missing" for i in _null_rows(array)}
     if pt.is_null(array.type):
         return Ragged(np.zeros(0, np.uint32), np.zeros(len(array) + 1, np.int64)), bad
+    values, offsets = _lists(array)
+    ids, faults = _numbers(values)
+    _blame(bad, name, offsets, [*faults, *_out_of_range(ids)])
+    return Ragged(_narrow(ids), offsets), bad
+
+
+def _lists(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
+    """A list column as its flat values, nothing unused, and offsets into them."""
     if pt.is_fixed_size_list(array.type):
         offsets = (np.arange(len(array) + 1, dtype=np.int64) + array.offset) * array.type.list_size
     else:
         offsets = array.offsets.to_numpy().astype(np.int64) if len(array) else np.zeros(1, np.int64)
     first, last = int(offsets[0]), int(offsets[-1])
-    values, offsets = array.values.slice(first, last - first), offsets - first
-    ids, faults = _numbers(values)
-    for positions, reason in [*faults, *_out_of_range(ids)]:
+    return array.values.slice(first, last - first), offsets - first
+
+
+def _blame(bad: Bad, name: str, offsets: np.ndarray, faults: list[tuple[np.ndarray, str]]) -> None:
+    """Rows that hold the faulty positions, each with its first reason."""
+    for positions, reason in faults:
         for i in np.unique(np.searchsorted(offsets, positions, side="right") - 1):
             bad.setdefault(int(i), f"{name} {reason}")
-    return Ragged(_narrow(ids), offsets), bad
 
 
 def _numbers(values: pa.Array) -> tuple[np.ndarray, list[tuple[np.ndarray, str]]]:
@@ -173,6 +183,61 @@ def read_numbers(table: pa.Table, name: str) -> tuple[np.ndarray, Bad]:
     if array.null_count:
         array = array.fill_null(False if pt.is_boolean(array.type) else 0)
     return plain_numbers(array.to_numpy(zero_copy_only=False), name, bad)
+
+
+def check_meta(table: pa.Table, name: str) -> None:
+    """Numbers, or lists of them."""
+    kind = _kind(table, name, "numbers")
+    if not _is_lists(kind):
+        check_numbers(table, name)
+    elif not (pt.is_integer(kind.value_type) or pt.is_floating(kind.value_type) or pt.is_null(kind.value_type)):
+        raise Unfit(f"column {name!r} has the type {kind}; numbers wanted")
+
+
+def _is_lists(kind: pa.DataType) -> bool:
+    return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
+
+
+def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
+    """A column of numbers, or of lists of them: then every number counts something, and none is negative."""
+    check_meta(table, name)
+    array = column(table, name, "numbers")
+    if not _is_lists(array.type):
+        return read_numbers(table, name)
+    bad = {int(i): f"{name} is null or missing" for i in _null_rows(array)}
+    flat, offsets = _lists(array)
+    faults = [(_null_rows(flat), "holds a null")]
+    if pt.is_null(flat.type) or flat.null_count:
+        flat = flat.cast(pa.int64()).fill_null(0) if pt.is_null(flat.type) else flat.fill_null(0)
+    values, wide = plain_numbers(flat.to_numpy(zero_copy_only=False), "", {})
+    faults.append((np.array(sorted(wide), np.int64), "holds a number that is not finite, or too large"))
+    faults.append((np.flatnonzero(values < 0), "holds a number below 0"))
+    _blame(bad, name, offsets, faults)
+    return Ragged(values, offsets), bad
+
+
+def meta_column(found: Column) -> pa.Array:
+    return ids_column(found) if isinstance(found, Ragged) else pa.array(found)
+
+
+def meta_rows(chunked: pa.ChunkedArray, row: np.ndarray, part: np.ndarray) -> Column:
+    """Metadata of samples by their row. The pieces of a split sample share its number; its items stay with the first piece."""
+    if not _is_lists(chunked.type):
+        numbers: np.ndarray = chunked.to_numpy()[row]
+        return numbers
+    array = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
+    flat, offsets = _lists(array)
+    items = Ragged(flat.to_numpy(zero_copy_only=False), np.append(offsets, offsets[-1]))  # one row more, without items
+    return items.take(np.where(part == 0, row, len(offsets) - 1))
+
+
+def unequal_items(table: pa.Table, name: str, items: str) -> Bad:
+    """Rows in which a list has not one number for each item of another."""
+    one, other = (table.column(HIDDEN + n) for n in (name, items))
+    if not (_is_lists(one.type) and _is_lists(other.type)):
+        return {}
+    found, wanted = (pc.list_value_length(c).to_numpy().astype(np.int64) for c in (one, other))
+    return {int(i): f"{name} has {found[i]} numbers for {wanted[i]} items of {items}" for i in np.flatnonzero(found != wanted)}
 
 
 def plain_numbers(values: np.ndarray, name: str, bad: Bad) -> tuple[np.ndarray, Bad]:
@@ -268,6 +333,13 @@ def as_number(value: Any) -> Any:
             raise ValueError(f"{value} does not fit into 64 bits with a sign")
         return value
     raise TypeError(f"wanted a number, found {value!r}")
+
+
+def as_meta(value: Any) -> Any:
+    """A number, or a list of them."""
+    if isinstance(value, (list, tuple, np.ndarray)) and np.ndim(value) == 1:
+        return [as_number(v) for v in value]
+    return as_number(value)
 
 
 def as_bool(value: Any) -> bool:

@@ -18,25 +18,28 @@ import pyarrow as pa
 
 from overlord.errors import TransformError
 from overlord.hashing import digest, key64, keyed_hash
-from overlord.sample import Ragged
+from overlord.sample import Column, Ragged
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Staged, Tokens, Transform
 from overlord.transforms.columns import (
     HIDDEN,
     Bad,
     Unfit,
     as_bool,
-    as_number,
+    as_meta,
     as_row,
     check_ids,
-    check_numbers,
+    check_meta,
     check_texts,
     column,
     from_values,
     ids_column,
+    meta_column,
+    meta_rows,
     plain_numbers,
     read_ids,
-    read_numbers,
+    read_meta,
     read_texts,
+    unequal_items,
 )
 from overlord.transforms.frame import Frame, join_rows, run_each, run_whole, said
 from overlord.transforms.text import Encoder, Tokenize, build_encoder
@@ -55,9 +58,10 @@ class Pipeline:
         self._cut = code[-1] + 1 if code else 0
         self.holds_lock: bool = any(t.holds_lock for t in self.transforms)
         self.columns: tuple[str, ...] | None = self._raw_columns()
-        names = self._meta_names = [t.name for t in self.transforms if isinstance(t, Meta)]
+        names = self.meta_names = tuple(t.name for t in self.transforms if isinstance(t, Meta))
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise TransformError(source, "Meta", f"the name {twice[0]!r} is used twice", "metadata needs names of its own")
+        self._twins = [(a, b) for a in names for b in names if a != b and _describes(a, b)]
         self._needs = self._between()
         self._encoders: dict[int, Encoder] = {i: build_encoder(t, source) for i, t in enumerate(self.transforms) if isinstance(t, Tokenize)}
         # Fixed for the source: files of other widths may share a batch with a row, and then it is held as wide as they are.
@@ -100,11 +104,13 @@ class Pipeline:
             except Unfit as fault:
                 self._refuse(self.transforms[position], str(fault))
         if not frame.table.num_rows:
-            return _nothing(self._meta_names, frame.bad)
+            return _nothing(self.meta_names, frame.bad)
         try:
             tokens, bad = read_ids(frame.table, IDS)
         except Unfit as fault:
             raise TransformError(self.source, "tokens", str(fault), NO_IDS) from None
+        for name, items in self._twins:
+            bad = unequal_items(frame.table, name, items) | bad
         lengths = tokens.lengths
         if not bad and int(lengths.min()) > 0 and int(lengths.max()) <= self.context:  # as it nearly always is
             return self._block(frame, np.arange(len(lengths)), np.zeros(len(lengths), np.int32), lengths, tokens)
@@ -134,9 +140,9 @@ class Pipeline:
 
     def _block(self, frame: Frame, row: np.ndarray, part: np.ndarray, size: np.ndarray, tokens: Ragged) -> Block:
         """``row``: of every sample, its row in the frame's table."""
-        meta = {"tokens": size, "bytes": size * self._id_bytes}
-        for name in self._meta_names:
-            meta[name] = frame.table.column(HIDDEN + name).to_numpy()[row]
+        meta: dict[str, Column] = {"tokens": size, "bytes": size * self._id_bytes}
+        for name in self.meta_names:
+            meta[name] = meta_rows(frame.table.column(HIDDEN + name), row, part)
         return Block(frame.index[row], part, tokens, meta, sorted(frame.bad))
 
     def _between(self) -> list[tuple[Transform | None, str, Callable[[pa.Table, str], None]]]:
@@ -145,7 +151,7 @@ class Pipeline:
         needs: list[tuple[Transform | None, str, Callable[[pa.Table, str], None]]] = []
         for t in rest:
             if not isinstance(t, Select):
-                check = check_texts if isinstance(t, Tokenize) else check_ids if isinstance(t, Tokens) else check_numbers
+                check = check_texts if isinstance(t, Tokenize) else check_ids if isinstance(t, Tokens) else check_meta
                 needs += [(t, name, check) for name in _used(t)]
         if not any(isinstance(t, (Tokenize, Tokens)) for t in rest):
             needs.append((None, IDS, check_ids))
@@ -220,11 +226,11 @@ class Pipeline:
 
     def _meta(self, frame: Frame, t: Meta) -> None:
         if isinstance(t.value, str):
-            numbers, bad = read_numbers(frame.table, t.value)
+            found, bad = read_meta(frame.table, t.value)
         else:
-            found = run_each(frame, t, t.value, as_number) if t.rows else run_whole(frame, t, t.value, self._one_each(t, "biuf", "numbers"))
-            numbers, bad = plain_numbers(np.asarray(found), t.name, {})
-        frame.put(HIDDEN + t.name, pa.array(numbers))
+            made = run_each(frame, t, t.value, as_meta) if t.rows else run_whole(frame, t, t.value, self._meta_each(t))
+            found, bad = _meta_made(made, t.name)
+        frame.put(HIDDEN + t.name, meta_column(found))
         frame.drop(bad)
 
     def _filter(self, frame: Frame, t: Filter) -> None:
@@ -260,6 +266,17 @@ class Pipeline:
 
         return check
 
+    def _meta_each(self, t: Transform) -> Callable[[Any, int], Any]:
+        numbers = self._one_each(t, "biuf", "numbers")
+
+        def check(result: Any, rows: int) -> Any:
+            if isinstance(result, Ragged):
+                result = [result[i] for i in range(len(result))]
+            lists = isinstance(result, (list, tuple)) and any(isinstance(v, (list, tuple, np.ndarray)) for v in result)
+            return list(result) if lists and len(result) == rows else numbers(result, rows)
+
+        return check
+
     def _columns_each(self, t: Transform) -> Callable[[Any, int], Mapping[str, Any]]:
         def check(result: Any, rows: int) -> Mapping[str, Any]:
             plain = isinstance(result, Mapping) and bool(result)
@@ -282,6 +299,12 @@ def _rebuild(source: str, transforms: tuple[Transform, ...], seed: int, context:
     return Pipeline(source, transforms, seed=seed, context=context, on_long=on_long)
 
 
+def _describes(name: str, items: str) -> bool:
+    """Whether a list holds a number for every item of another: ``image_tokens`` and ``image_offset`` do for ``image_patches``."""
+    stem, _, what = name.rpartition("_")
+    return what in ("tokens", "offset") and stem == items.rpartition("_")[0] != "" and items.rpartition("_")[2] not in ("tokens", "offset")
+
+
 def _used(t: Transform) -> tuple[str, ...]:
     if isinstance(t, Tokenize):
         return (t.text,)
@@ -292,9 +315,18 @@ def _used(t: Transform) -> tuple[str, ...]:
     return (t.value,) if isinstance(t, Meta) and isinstance(t.value, str) else ()
 
 
-def _nothing(names: list[str], bad: list[tuple[int, str]]) -> Block:
+def _meta_made(made: Any, name: str) -> tuple[Column, Bad]:
+    """What a function gave for all rows: numbers, or lists of them."""
+    if isinstance(made, np.ndarray) or not any(isinstance(v, list | tuple | np.ndarray) for v in made):
+        return plain_numbers(np.asarray(made), name, {})
+    values, misfits = from_values(made, name)
+    found, bad = read_meta(pa.table({name: values}), name)
+    return found, misfits | {i: reason for i, reason in bad.items() if i not in misfits}
+
+
+def _nothing(names: Sequence[str], bad: list[tuple[int, str]]) -> Block:
     none = np.zeros(0, np.int64)
-    meta = dict.fromkeys(("tokens", "bytes", *names), none)
+    meta: dict[str, Column] = dict.fromkeys(("tokens", "bytes", *names), none)
     # uint8: joined with any other ids, it leaves their type as it is
     return Block(none, np.zeros(0, np.int32), Ragged(np.zeros(0, np.uint8), np.zeros(1, np.int64)), meta, sorted(bad))
 

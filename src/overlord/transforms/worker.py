@@ -1,4 +1,4 @@
-"""A process of its own for a source whose transforms hold the interpreter lock.
+"""A process of its own for a source whose transforms hold the interpreter lock, or that asks for it (``workers="processes"``).
 
 Code crosses once, at spawn. After that only data travels: a small JSON header, then Arrow IPC for tables and raw
 buffers for arrays. Nothing is unpickled on either side, so a batch can never be more than data.
@@ -21,14 +21,14 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.errors import ActorLost, DataStall, TransformError
-from overlord.sample import Ragged
+from overlord.sample import Column, Ragged
 from overlord.transforms.base import Block, RowIds, Staged
 from overlord.transforms.pipeline import Pipeline
 
 DEADLINE_S = 300.0  # for one batch of user code; also for the start of the process
 CLOSE_S = 0.5  # a child that does not leave by itself in this time is killed; Ctrl-C is to end a program within a second
 # The child imports the program's main file again, to find functions in it.
-UNGUARDED = '; with holds_lock=True a program is a file that can be imported, and launches under `if __name__ == "__main__":`'
+UNGUARDED = '; with worker processes a program is a file that can be imported, and launches under `if __name__ == "__main__":`'
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -82,7 +82,9 @@ class TransformWorker:
 
     def row_stage(self, table: pa.Table) -> Block:
         reply, names, out = self._call(Call("row"), [_to_ipc(table)])
-        meta = {name.removeprefix("meta."): out[name] for name in names if name.startswith("meta.")}
+        meta: dict[str, Column] = {name.removeprefix("meta."): out[name] for name in names if name.startswith("meta.")}
+        for name in (n.removeprefix("offsets.") for n in names if n.startswith("offsets.")):
+            meta[name] = Ragged(out[f"meta.{name}"], out[f"offsets.{name}"])
         return Block(out["index"], out["part"], Ragged(out["values"], out["offsets"]), meta, reply.bad)
 
     def close(self) -> None:
@@ -220,7 +222,8 @@ def _work(pipeline: Pipeline, call: Call, rows: np.ndarray | None, table: pa.Tab
     except Exception as fault:
         return Reply(error=[type(fault).__name__, str(fault)]), []
     arrays = {"index": block.index, "part": block.part, "values": block.tokens.values, "offsets": block.tokens.offsets}
-    arrays |= {f"meta.{name}": values for name, values in block.meta.items()}
+    arrays |= {f"meta.{name}": c.values if isinstance(c, Ragged) else c for name, c in block.meta.items()}
+    arrays |= {f"offsets.{name}": c.offsets for name, c in block.meta.items() if isinstance(c, Ragged)}
     return Reply([(name, a.dtype.str) for name, a in arrays.items()], False, block.bad), [_raw(a) for a in arrays.values()]
 
 

@@ -1,0 +1,56 @@
+"""Text of very different length: the paper's first use case. No planning, balancing, and balancing that may let very long samples
+wait for each other (look-ahead), each as the time of the slowest rank over the mean.
+
+Run it: python examples/10_long_short.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+import overlord as ov
+
+COST = ov.cost.transformer(hidden=4608, layers=45, heads=36)
+RANKS, STEPS = 8, 24
+
+
+def long_short(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
+    # Without look-ahead there is no choice, and mix(prefer=...) is mix().
+    graph = ov.DGraph.from_buffer(buffer, place, meta="tokens").mix(prefer=ov.hold_long(COST))
+    return graph.distribute("DP").cost(COST).balance("greedy").broadcast_at("TP").plan()
+
+
+def documents(shard: int) -> Iterator[dict[str, Any]]:
+    """Log-normal lengths with a long tail."""
+    chance = np.random.default_rng(shard)
+    yield from ({"tokens": [1] * int(length)} for length in np.clip(chance.lognormal(5.0, 1.5, 4000), 8, 8192))
+
+
+def slowest_over_mean(strategy: Any, look_ahead: int) -> float:
+    job = ov.Job(
+        name="long-short",
+        sources=[ov.Source("text", ov.Factory(documents, shards=2, fingerprint="1"), transforms=[ov.Tokens("tokens")])],
+        place=ov.ClientPlaceTree(dp=RANKS),
+        batch=ov.Batch(samples=8 * RANKS, context=8192),
+        strategy=strategy,
+        look_ahead=look_ahead,
+        until=STEPS,
+    )
+    slowest = mean = 0.0
+    with ov.launch(job) as session:
+        for step in session.client(rank=0):
+            loads = session.plan(step.step).loads().sum(axis=1)
+            slowest, mean = slowest + loads.max(), mean + loads.mean()
+    return slowest / mean
+
+
+def main() -> None:
+    for name, strategy, look_ahead in (("vanilla", "vanilla", 1), ("balanced", long_short, 1), ("balanced, look-ahead 4", long_short, 4)):
+        print(f"{name}: {STEPS} steps take {slowest_over_mean(strategy, look_ahead):.3f} times the mean rank's time")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""What the planner is given, and the records it keeps: the job as it sees it, running counts, the rows it could not use."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from overlord.job import Batch
+from overlord.messages import AddSource, Cursor, StreamState
+from overlord.placetree import ClientPlaceTree
+from overlord.plan import LoadingPlan
+from overlord.planner.mixture import Schedule
+from overlord.planner.stream import BadRow
+from overlord.sample import Buffer
+
+KEPT_BAD = 200_000  # quarantined rows that are listed, the latest; all are counted. About 60 MB.
+KEPT_MIX = 64  # steps whose mix is kept, wanted and realised
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSpec:
+    """What the planner must know of a source."""
+
+    name: str
+    n_groups: int
+    epochs: int | None
+    max_bad: int
+    loaders: int = 1
+    files: tuple[str, ...] = ()  # paths, for errors
+    meta: tuple[str, ...] = ()  # names of its own metadata
+    weight: float = 0.0  # its own: what counts where it was added in mid-run and the mixture does not name it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerSpec:
+    """The job as the planner sees it."""
+
+    sources: tuple[SourceSpec, ...]
+    batch: Batch
+    place: ClientPlaceTree
+    strategy: Callable[[Buffer, ClientPlaceTree], LoadingPlan]
+    schedule: Schedule | Mapping[str, float]  # the planner's own: it may learn
+    seed: int = 0
+    until: str | int = "all"
+    draw: str = "exact"
+    mix_every: str = "step"
+    feedback_lag: int = 8
+    takes_feedback: bool = False
+    prefetch: int = 4
+    read_ahead: int = 2  # steps' worth of samples that loaders hold ready beyond the step being drawn
+    look_ahead: int = 1  # a step chooses each source's n samples among its first look_ahead * n
+    max_age: int = 8  # steps a sample may be passed over
+    prefer: Callable[[int, Buffer], np.ndarray] | None = None  # the schedule's choice among candidates
+    overflow: str = "grow"  # "defer": what does not fit a step's microbatches is left for a later one
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(s.name for s in self.sources)
+
+    @property
+    def leaves_holes(self) -> bool:
+        """Whether a step may take other samples than the first ones of each source."""
+        return self.look_ahead > 1 or self.overflow == "defer"
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A row that never reached a plan, and why."""
+
+    source: int
+    epoch: int
+    file: int
+    row: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewSource:
+    """A source that joins: the event of the log, and what the planner must know of it besides."""
+
+    event: AddSource
+    source: SourceSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mixed:
+    """What one step was mixed of, per source: shares wanted, samples and tokens drawn."""
+
+    step: int
+    wanted: np.ndarray
+    samples: np.ndarray
+    tokens: np.ndarray
+
+
+COUNTS = ("samples", "tokens", "quarantined", "dropped")
+
+
+class Ledger:
+    """Running counts per source, part of the state so that they survive a restart; the last mixes; the rows that failed."""
+
+    def __init__(self, state: StreamState, n_sources: int):
+        self.samples, self.tokens, self.quarantined, self.dropped = (
+            np.array(state.counts.get(name, np.zeros(n_sources)), np.int64) for name in COUNTS
+        )  # fmt: skip
+        self.mixed: deque[Mixed] = deque(maxlen=KEPT_MIX)
+        self.quarantine: deque[Quarantined] = deque(maxlen=KEPT_BAD)
+        self._dropped_before = self.dropped.copy()  # what streams count starts at 0
+
+    def widen(self) -> None:
+        """One more source."""
+        for name in (*COUNTS, "_dropped_before"):
+            setattr(self, name, np.append(getattr(self, name), 0))
+
+    def count(self, plan: LoadingPlan, weights: Sequence[float], active: Sequence[bool]) -> None:
+        n = len(self.samples)
+        samples, tokens = np.bincount(plan.source, minlength=n), np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(np.int64)
+        self.samples += samples
+        self.tokens += tokens
+        wanted = np.where(active, weights, 0.0)
+        self.mixed.append(Mixed(plan.step, wanted / (wanted.sum() or 1.0), samples, tokens))
+
+    def list_bad(self, i: int, rows: list[BadRow]) -> None:
+        self.quarantine += [Quarantined(i, *row) for row in rows]
+        self.quarantined[i] += len(rows)
+
+    def counted_before(self, i: int, dropped: int) -> None:
+        """These drops of a source were counted before the restart."""
+        self._dropped_before[i] -= dropped
+
+    def see_dropped(self, dropped: Sequence[int]) -> np.ndarray:
+        self.dropped[:] = self._dropped_before + dropped
+        return self.dropped
+
+    def counts(self) -> dict[str, np.ndarray]:
+        return {name: getattr(self, name).copy() for name in COUNTS}
+
+
+def initial_state(spec: PlannerSpec) -> StreamState:
+    n = len(spec.sources)
+    return StreamState(step=0, cursors=np.array([Cursor()] * n, np.int64), owed=(0,) * n, active=(True,) * n)

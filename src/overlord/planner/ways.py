@@ -1,0 +1,374 @@
+"""Ways to place: from a problem and a number of microbatches to a placement, or None where the capacity is not kept.
+
+They differ in what they level: bucket totals first (two-level), all bins at once (flat), one microbatch index after the other
+(levelled, alternating), or nothing but tightness (best fit). ``balance.place`` chooses among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from overlord.planner import kernel
+from overlord.planner.kernel import NOWHERE
+from overlord.planner.methods import bins_by, fits, loads_of, none
+
+LEVEL = 1.0005  # over the bound: good enough to stop searching
+NEAR = 4  # microbatches above the least number that are tried one by one
+MANY = 1 << 16  # items; above this the last percent of the room is not searched for: one microbatch more costs less
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Placement:
+    """Bucket and microbatch of every item, and by which way they were found."""
+
+    bucket: np.ndarray  # int32
+    microbatch: np.ndarray  # int32
+    n_microbatches: int
+    way: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Problem:
+    """Items to place into ``n_buckets`` x M bins of ``capacity``; M is at least ``microbatches`` and grows until all fits."""
+
+    costs: np.ndarray  # float64, none negative
+    sizes: np.ndarray  # int64
+    n_buckets: int
+    microbatches: int = 1
+    capacity: int = 0  # 0: none, then M never grows
+    group_size: int | None = None
+    method: str = "greedy"
+    memory: np.ndarray | None = None  # float64: a second size of every item, against memory_capacity
+    memory_capacity: float = 0.0
+    substep: np.ndarray | None = None  # sub-draw of every item, rising: what keep_order keeps together
+    spare: bool = True  # where M grows anyway, one microbatch more than needed may be taken if that levels the ranks
+
+    def least_microbatches(self) -> int:
+        """No placement needs fewer: all tokens must fit, and items above half the capacity share no bin."""
+        if not self.capacity or not len(self.sizes):
+            return self.microbatches
+        by_tokens = -(-int(self.sizes.sum()) // (self.n_buckets * self.capacity))
+        by_large = -(-int((2 * self.sizes > self.capacity).sum()) // self.n_buckets)
+        return max(self.microbatches, by_tokens, by_large)
+
+    def may_add(self, m: int) -> bool:
+        """Whether m microbatches may become m + 1 without need: never beyond the number that was asked for, if that holds the draw."""
+        return self.spare and self.capacity > 0 and m > self.microbatches
+
+    def bound(self) -> float:
+        """No heaviest bucket is lighter: the mean, or the dearest item."""
+        return max(_total(self.costs) / self.n_buckets, float(self.costs.max(initial=0.0)))
+
+
+Way = Callable[[Problem, int], Placement | None]
+
+
+def _total(costs: np.ndarray) -> float:
+    """Added one by one: ``sum`` adds in an order of the machine's choice, and the last digit could decide a plan."""
+    return float(np.cumsum(costs)[-1]) if len(costs) else 0.0
+
+
+def first(p: Problem, ways: Iterable[Way]) -> Placement:
+    """The first way that keeps the capacity, with as few microbatches as any of them needs.
+
+    Far above the least number, as with many items of just over a third of the capacity, M is searched for by doubling and halving.
+    """
+    ways, failed, ahead = tuple(ways), p.least_microbatches() - 1, 1
+    while (found := _at(p, ways, failed + ahead)) is None:
+        failed, ahead = failed + ahead, 1 if failed < p.least_microbatches() + NEAR else 2 * ahead
+    while found.n_microbatches - failed > 1:
+        m = (found.n_microbatches + failed) // 2
+        fewer = _at(p, ways, m)
+        failed, found = (m, found) if fewer is None else (failed, fewer)
+    return found
+
+
+def _at(p: Problem, ways: Iterable[Way], m: int) -> Placement | None:
+    return next((found for way in ways if (found := way(p, m)) is not None), None)
+
+
+def heaviest(p: Problem, found: Placement) -> float:
+    """Time of a step whose ranks meet once: the slowest rank."""
+    return float(loads_of(found.bucket, p.costs, p.n_buckets).max())
+
+
+def waited(p: Problem, found: Placement) -> float:
+    """Time of a step whose ranks meet after every microbatch: the slowest of each index, summed."""
+    flat = found.microbatch.astype(np.int64) * p.n_buckets + found.bucket
+    loads = loads_of(flat, p.costs, p.n_buckets * found.n_microbatches).reshape(-1, p.n_buckets)
+    return float(np.cumsum(loads.max(axis=1))[-1])
+
+
+def two_level(p: Problem, m: int) -> Placement | None:
+    """Buckets by cost, then the microbatches of each bucket: the bucket totals come out within a fraction of a percent."""
+    bucket = buckets(p, m)
+    if not fits(bucket, p.sizes, p.n_buckets, m * p.capacity):
+        return None
+    microbatch = _inside(p, bucket, m)
+    if microbatch is None:
+        return None
+    return Placement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way="two-level")
+
+
+def buckets(p: Problem, m: int) -> np.ndarray:
+    """Bucket of every item. With groups: first over groups, then inside each, which loses nothing against one pass."""
+    room = m * p.capacity
+    if p.group_size is None or p.group_size == p.n_buckets:
+        bucket = bins_by(p.method, p.costs, p.n_buckets, room, p.sizes)
+    else:
+        n_groups, size = p.n_buckets // p.group_size, p.group_size
+        group = bins_by(p.method, p.costs, n_groups, size * room, p.sizes)
+        if not fits(group, p.sizes, n_groups, size * room):
+            return np.full(len(group), NOWHERE, np.int32)
+        inside = _nested(p, group, n_groups, size, room)
+        bucket = np.where(inside == NOWHERE, NOWHERE, group * np.int32(size) + inside).astype(np.int32)
+    if p.method != "greedy" or not fits(bucket, p.sizes, p.n_buckets, room):
+        return bucket
+    return kernel.even_out(bucket, p.costs, p.n_buckets, LEVEL * p.bound(), sizes=p.sizes, capacity=room)
+
+
+def _inside(p: Problem, bucket: np.ndarray, m: int) -> np.ndarray | None:
+    """Microbatches inside every bucket; a bucket that LPT cannot pack is packed tightly instead."""
+    bins = _nested(p, bucket, p.n_buckets, m, p.capacity)
+    if not p.capacity:
+        return bins
+    flat = bucket.astype(np.int64) * m + bins
+    over = np.zeros(p.n_buckets, bool)
+    over[bucket[bins == NOWHERE]] = True
+    over |= (loads_of(flat[bins >= 0], p.sizes[bins >= 0], p.n_buckets * m) > p.capacity).reshape(-1, m).any(axis=1)
+    if not over.any():
+        return bins
+    redo = np.flatnonzero(over[bucket])
+    number = np.cumsum(over) - 1  # overfull buckets, counted
+    again = kernel.pack_inside(
+        number[bucket[redo]], p.costs[redo], p.sizes[redo],
+        n_parents=int(over.sum()), n_bins=m, capacity=p.capacity, tight=True,
+    )  # fmt: skip
+    bins[redo] = again
+    return None if (again == NOWHERE).any() else bins
+
+
+def _nested(p: Problem, parent: np.ndarray, n_parents: int, n_bins: int, capacity: int) -> np.ndarray:
+    """The method inside every parent. Greedy does all parents in one sweep when they are many and their bins few."""
+    if n_bins == 1:
+        return np.zeros(len(parent), np.int32)
+    if p.method == "greedy" and n_parents >= kernel.FEW_BINS and n_bins <= n_parents:
+        return kernel.pack_inside(parent, p.costs, p.sizes, n_parents=n_parents, n_bins=n_bins, capacity=capacity)
+    bins = np.empty(len(parent), np.int32)
+    for rows in _rows_by(parent, n_parents):
+        bins[rows] = bins_by(p.method, p.costs[rows], n_bins, capacity, p.sizes[rows])
+    return bins
+
+
+def _rows_by(part: np.ndarray, n_parts: int) -> list[np.ndarray]:
+    """The items of every part, in stream order."""
+    return np.split(kernel.by_key(part, n_parts), np.cumsum(np.bincount(part, minlength=n_parts))[:-1])
+
+
+def inside_round_robin(p: Problem, m: int) -> Placement | None:
+    """Buckets in turn; only the microbatches of each are balanced."""
+    bucket = none(p.costs, p.n_buckets, 0, p.sizes)
+    if not fits(bucket, p.sizes, p.n_buckets, m * p.capacity):
+        return None
+    microbatch = _inside(p, bucket, m)
+    if microbatch is None:
+        return None
+    return Placement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way="round robin, balanced inside")
+
+
+def arrival_inside(p: Problem, bucket: np.ndarray) -> Placement:
+    """Inside a bucket samples stay in stream order, cut where a microbatch is full."""
+    if not p.capacity:
+        microbatch = runs(p, p.microbatches)
+        return Placement(bucket=bucket, microbatch=microbatch, n_microbatches=p.microbatches, way="arrival order inside")
+    microbatch = kernel.next_fit_inside(bucket, p.sizes, p.n_buckets, p.capacity)
+    m = max(p.microbatches, int(microbatch.max(initial=0)) + 1)
+    return Placement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way="arrival order inside")
+
+
+def runs(p: Problem, m: int) -> np.ndarray:
+    """The stream cut into m consecutive runs of about equal size."""
+    total = max(1, int(p.sizes.sum()))
+    middle = 2 * np.cumsum(p.sizes, dtype=np.int64) - p.sizes
+    return np.minimum(middle * m // (2 * total), m - 1).astype(np.int32)
+
+
+def in_runs(p: Problem, m: int) -> Placement | None:
+    """Microbatch k of all buckets together is the k-th run of the stream; only buckets are chosen."""
+    return _dealt(p, runs(p, m), m, "runs of the stream")
+
+
+def by_substep(p: Problem) -> Placement:
+    """Microbatch k of all buckets together is sub-draw k; one that does not fit takes as many microbatches as it needs."""
+    assert p.substep is not None
+    n = max(p.microbatches, int(p.substep.max(initial=0)) + 1)
+    slot, done = np.zeros(len(p.costs), np.int32), 0
+    for rows in _rows_by(p.substep, n):
+        part = Problem(costs=p.costs[rows], sizes=p.sizes[rows], n_buckets=p.n_buckets, capacity=p.capacity, method=p.method)
+        found = first(part, (in_runs,))
+        slot[rows], done = done + found.microbatch, done + found.n_microbatches
+    placed = _dealt(p, slot, done, "sub-draws")
+    assert placed is not None, "every part was packed by the same methods just now"
+    return placed
+
+
+def _dealt(p: Problem, slot: np.ndarray, m: int, way: str) -> Placement | None:
+    """Every index balanced over the buckets, its heaviest bin going to the bucket that has least so far."""
+    bins = np.empty(len(slot), np.int64)
+    for k, rows in enumerate(_rows_by(slot, m)):
+        if (found := _packed(p, rows)) is None:
+            return None
+        bins[rows] = found + k * p.n_buckets
+    bucket_of, _ = _deal(loads_of(bins, p.costs, m * p.n_buckets).reshape(m, p.n_buckets))
+    return Placement(bucket=bucket_of[bins], microbatch=slot, n_microbatches=m, way=way)
+
+
+def _deal(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(bucket of every bin, total of every bucket) for loads by [index, bin]: poorest bucket, heaviest bin of the index."""
+    bucket_of, total = np.empty(loads.shape, np.int32), np.zeros(loads.shape[1])
+    for k, row in enumerate(loads):
+        heavy, poorest = kernel.by_falling(row), np.argsort(total, kind="stable")
+        bucket_of[k, heavy] = poorest
+        total[poorest] += row[heavy]
+    return bucket_of.reshape(-1), total
+
+
+def _packed(p: Problem, rows: np.ndarray) -> np.ndarray | None:
+    """These items in one microbatch of every bucket: by the method, else greedily, else tightly."""
+    costs, sizes = p.costs[rows], p.sizes[rows]
+    tries: Sequence[Callable[[], np.ndarray]] = (
+        lambda: bins_by(p.method, costs, p.n_buckets, p.capacity, sizes),
+        lambda: bins_by("greedy", costs, p.n_buckets, p.capacity, sizes),
+        lambda: kernel.best_fit(sizes, p.n_buckets, p.capacity),
+    )
+    return next((bins for attempt in tries if fits(bins := attempt(), sizes, p.n_buckets, p.capacity)), None)
+
+
+def flat(p: Problem, m: int, once: bool = False) -> Placement | None:
+    """LPT over all bins at once."""
+    return _arranged(p, bins_by("greedy", p.costs, p.n_buckets * m, p.capacity, p.sizes), m, "flat", once)
+
+
+def levelled(p: Problem, m: int, once: bool = False) -> Placement | None:
+    """Indices that cannot be low are filled with as much work as they hold; what is left is level enough for LPT.
+
+    Where LPT finds no room for what is left, more indices are filled up: that packs tighter.
+    """
+    if _hurried(p) and p.sizes.sum() > 0.99 * p.n_buckets * m * p.capacity:
+        return None
+    n, k = p.n_buckets, 0
+    while True:
+        bins, left, k = _filled(p, m, k)
+        if len(left) and k < m:
+            bins[left] = kernel.lpt(p.costs[left], n * (m - k), p.capacity, p.sizes[left])
+            bins[left] += np.where(bins[left] == NOWHERE, 0, k * n).astype(np.int32)
+        if k >= m - 1 or fits(bins, p.sizes, n * m, p.capacity):
+            return _arranged(p, bins, m, "levelled", once)
+        k += max(1, (m - k) // 2)
+
+
+def _filled(p: Problem, m: int, at_least: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """(bins, items left, indices filled): one index after the other, as long as the dearest item left costs more than the
+    mean bin. No placement can make its index lower, so the index is filled with as much work as it holds."""
+    n, k, bins = p.n_buckets, 0, np.full(len(p.costs), NOWHERE, np.int32)
+    left = kernel.by_falling(p.sizes.astype(np.float64))
+    while k < m:
+        mean, dearest = _total(p.costs[left]) / (n * (m - k)), float(p.costs[left].max(initial=0.0))
+        if dearest <= mean and k >= at_least:
+            break
+        most = (1 + 2.0**-30) * max(dearest, mean)
+        taken = kernel.fill_up(left, p.costs, p.sizes, n_bins=n, capacity=p.capacity or 2**62, most=most)
+        bins[left[taken >= 0]] = taken[taken >= 0] + np.int32(k * n)
+        left, k = left[taken < 0], k + 1
+    return bins, np.sort(left), k
+
+
+def alternating(p: Problem, m: int) -> Placement | None:
+    """Intra and inter in turn, for ranks that meet at both: the least of slowest rank plus slowest of every index.
+
+    Either all bins at once, as for ranks that meet often, or with bucket totals in mind.
+    """
+    found = [f for f in (_with_totals(p, m), flat(p, m), levelled(p, m)) if f is not None]
+    return min(found, key=lambda f: heaviest(p, f) + waited(p, f)) if found else None
+
+
+def _with_totals(p: Problem, m: int) -> Placement | None:
+    """As levelled, but a bucket whose bins came out light gets more in its other microbatches."""
+    n = p.n_buckets
+    bins, left, k = _filled(p, m, 0)
+    placed = np.flatnonzero(bins >= 0)
+    bucket_of, total = _deal(loads_of(bins[placed], p.costs[placed], n * k).reshape(k, n))
+    bins[placed] = bins[placed] // n * n + bucket_of[bins[placed]]
+    if len(left) and k < m:
+        start = np.tile(total / (m - k), m - k)
+        rest = kernel.lpt(p.costs[left], n * (m - k), p.capacity, p.sizes[left], start)
+        bins[left] = np.where(rest == NOWHERE, NOWHERE, rest + k * n)
+    if not fits(bins, p.sizes, n * m, p.capacity):
+        return None
+    loads = loads_of(bins, p.costs, n * m)
+    bucket_of = kernel.even_out(np.tile(np.arange(n, dtype=np.int32), m), loads, n, LEVEL * p.bound(), moves=False)
+    return _numbered(bins, bucket_of, loads, m, "alternating")
+
+
+def _numbered(bins: np.ndarray, bucket_of: np.ndarray, loads: np.ndarray, m: int, way: str) -> Placement:
+    """Indices for bins that have a bucket: heavy ones first in every bucket, so that the microbatches of an index are alike."""
+    order = kernel.by_falling(loads)
+    index_of = np.empty(len(loads), np.int32)
+    index_of[order[kernel.by_key(bucket_of[order], len(loads) // m)]] = np.tile(np.arange(m, dtype=np.int32), len(loads) // m)
+    return Placement(bucket=bucket_of[bins], microbatch=index_of[bins], n_microbatches=m, way=way)
+
+
+def own_bins(p: Problem, m: int, once: bool = False) -> Placement | None:
+    """All bins by a method that is not greedy."""
+    bins = bins_by(p.method, p.costs, p.n_buckets * m, p.capacity, p.sizes)
+    return _arranged(p, bins, m, f"bins of {p.method}", once)
+
+
+def own_bins_swapped(p: Problem, m: int) -> Placement | None:
+    """As ``own_bins``, then bins swapped between buckets until those are level."""
+    return own_bins(p, m, once=True)
+
+
+def better_flat(p: Problem, m: int) -> Placement | None:
+    """All bins at once: the better of flat and levelled."""
+    found = [f for f in (flat(p, m), levelled(p, m)) if f is not None]
+    found = found or [f for f in (two_level(p, m), _best_fit(p, m)) if f is not None]  # these pack tighter
+    return min(found, key=lambda f: waited(p, f)) if found else None
+
+
+def tight(p: Problem, m: int) -> Placement | None:
+    """For steps too full for two levels: all bins at once, then bins swapped between buckets until those are level."""
+    found = [f for f in (flat(p, m, once=True), levelled(p, m, once=True)) if f is not None]
+    return min(found, key=lambda f: heaviest(p, f)) if found else _best_fit(p, m, once=True)
+
+
+def _best_fit(p: Problem, m: int, once: bool = False) -> Placement | None:
+    if _hurried(p):
+        return None
+    return _arranged(p, kernel.best_fit(p.sizes, p.n_buckets * m, p.capacity), m, "best fit", once)
+
+
+def _hurried(p: Problem) -> bool:
+    return len(p.costs) > MANY and p.may_add(p.least_microbatches())
+
+
+def _arranged(p: Problem, bins: np.ndarray, m: int, way: str, once: bool = False) -> Placement | None:
+    """Bins sorted by load and cut into microbatch indices, the heaviest of each going to the bucket that has least so far.
+
+    ``once``: ranks meet once a step, so bins may change their bucket whatever their index.
+    """
+    n = p.n_buckets
+    if not fits(bins, p.sizes, n * m, p.capacity):
+        return None
+    loads = loads_of(bins, p.costs, n * m)
+    order = kernel.by_falling(loads)
+    bucket_of, index_of = np.empty(n * m, np.int32), np.empty(n * m, np.int32)
+    bucket_of[order] = _deal(loads[order].reshape(m, n))[0]
+    index_of[order] = np.repeat(np.arange(m, dtype=np.int32), n)
+    if once:
+        bucket_of = kernel.even_out(bucket_of, loads, n, LEVEL * p.bound(), moves=False)
+        return _numbered(bins, bucket_of, loads, m, way)
+    return Placement(bucket=bucket_of[bins], microbatch=index_of[bins], n_microbatches=m, way=way)
