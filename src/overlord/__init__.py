@@ -18,19 +18,27 @@ _HOME = {
     "ClientPlaceTree": "overlord.placetree",
     "SampleId": "overlord.sample", "Buffer": "overlord.sample", "Ragged": "overlord.sample",
     "LoadingPlan": "overlord.plan",
+    "plan_raw": "overlord.hooks", "loader_do_plan": "overlord.hooks", "constructor_do_plan": "overlord.hooks",
+    "Popped": "overlord.hooks", "Assembly": "overlord.hooks",
     "DGraph": "overlord.planner.dgraph",
-    "register_balance": "overlord.planner.balance",
+    "hold_long": "overlord.planner.choose",
+    "Routes": "overlord.planner.routes", "Route": "overlord.planner.routes",
+    "register_schedule": "overlord.planner.schedule",
+    "register_balance": "overlord.planner.balance", "register_cost": "overlord.planner.cost",
     "Tokenize": "overlord.transforms.text",
     "Tokens": "overlord.transforms.base", "Map": "overlord.transforms.base", "Filter": "overlord.transforms.base",
     "Select": "overlord.transforms.base", "Meta": "overlord.transforms.base",
     "register_function": "overlord.jobfile",
     "Factory": "overlord.sources.dataset",
-    "launch": "overlord.runtime.session", "Session": "overlord.runtime.session",
+    "launch": "overlord.runtime.launch", "Session": "overlord.runtime.session",
     "Client": "overlord.client.client", "Step": "overlord.client.step", "Microbatch": "overlord.client.step",
     "simulate": "overlord.simulation.engine",
+    "Explanation": "overlord.observe.explain",
     **dict.fromkeys(_ERRORS, "overlord.errors"),
 }  # fmt: skip
-_MODULES = {"cost": "overlord.planner.cost", "schedule": "overlord.planner.schedule"}
+_MODULES = {"cost": "overlord.planner.cost", "schedule": "overlord.planner.schedule", "strategy": "overlord.planner.strategy"}
+
+_LATER = {"join": "launch the job in every process that iterates it", "connect": "a session's clients live in its own process"}
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 
@@ -40,6 +48,8 @@ def __getattr__(name: str) -> Any:
         value: Any = import_module(_MODULES[name])
     elif name in _HOME:
         value = getattr(import_module(_HOME[name]), name)
+    elif name in _LATER:
+        raise AttributeError(f"overlord.{name} is not available in this version; {_LATER[name]}")
     else:
         raise AttributeError(f"module 'overlord' has no attribute {name!r}")
     globals()[name] = value
@@ -63,18 +73,30 @@ if TYPE_CHECKING:
     from overlord.errors import SourceError as SourceError
     from overlord.errors import StateMismatch as StateMismatch
     from overlord.errors import TransformError as TransformError
+    from overlord.hooks import Assembly as Assembly
+    from overlord.hooks import Popped as Popped
+    from overlord.hooks import constructor_do_plan as constructor_do_plan
+    from overlord.hooks import loader_do_plan as loader_do_plan
+    from overlord.hooks import plan_raw as plan_raw
     from overlord.job import Batch as Batch
     from overlord.job import Job as Job
     from overlord.job import Source as Source
     from overlord.jobfile import register_function as register_function
+    from overlord.observe.explain import Explanation as Explanation
     from overlord.placetree import ClientPlaceTree as ClientPlaceTree
     from overlord.plan import LoadingPlan as LoadingPlan
     from overlord.planner import cost as cost
     from overlord.planner import schedule as schedule
+    from overlord.planner import strategy as strategy
     from overlord.planner.balance import register_balance as register_balance
+    from overlord.planner.choose import hold_long as hold_long
+    from overlord.planner.cost import register_cost as register_cost
     from overlord.planner.dgraph import DGraph as DGraph
+    from overlord.planner.routes import Route as Route
+    from overlord.planner.routes import Routes as Routes
+    from overlord.planner.schedule import register_schedule as register_schedule
+    from overlord.runtime.launch import launch as launch
     from overlord.runtime.session import Session as Session
-    from overlord.runtime.session import launch as launch
     from overlord.sample import Buffer as Buffer
     from overlord.sample import Ragged as Ragged
     from overlord.sample import SampleId as SampleId

@@ -125,23 +125,70 @@ def inspect(job_yaml: Path, full: bool, modules: tuple[str, ...], debug: bool) -
 @click.option("--step", type=click.IntRange(min=0), required=True, help="The step to show, counted from 0.")
 @click.option("--place", metavar="dp=64", help="Plan for another place than the job's.")
 @click.option("--strategy", metavar="NAME", help="Plan with another strategy than the job's.")
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="PLAN.HTML",
+    help="Also write a page that shows where every sample went.",
+)  # fmt: skip
 @imports
 @debug
-def plan(job_yaml: Path, step: int, place: str | None, strategy: str | None, modules: tuple[str, ...], debug: bool) -> None:
+def plan(
+    job_yaml: Path, step: int, place: str | None, strategy: str | None, html: Path | None, modules: tuple[str, ...], debug: bool
+) -> None:
     """Show the plan of one step."""
 
     def act() -> None:
         from dataclasses import replace
 
-        from overlord.observe.planning import parse_place, plan_step
+        from overlord.observe.planning import parse_place, planned
         from overlord.observe.tables import plan_view, waiting
 
         job, console = _read_job(job_yaml, modules), _console()
         changes: dict[str, Any] = {} if strategy is None else {"strategy": strategy}
         job = replace(job, **changes, place=job.place if place is None else parse_place(place, job.place))
-        with waiting(_console(stderr=True), "planned", step + 1) as advance:
-            found = plan_step(job, step, advance)
-        console.print(plan_view(job, found, console.width))
+        with waiting(_console(stderr=True), "planned", step + 1) as advance, planned(job, step, advance) as session:
+            graph = session.graph(step)
+        if html is not None:
+            graph.to_html(html)
+        assert graph.bound is not None
+        console.print(plan_view(job, graph.bound.plan, console.width))
+        if html is not None:
+            console.print(f"the page is {html}", markup=False)
+
+    _guarded(act, debug)
+
+
+@cli.command()
+@job_file
+@click.option("--step", type=click.IntRange(min=0), help="The step to explain, counted from 0.")
+@click.option("--sample", metavar="WEB/E0/F2/R17", help="The sample to look for: source, epoch, file, row.")
+@click.option(
+    "--within", type=click.IntRange(min=1), default=1000, show_default=True, help="How many steps to look through for the sample."
+)
+@imports
+@debug
+def explain(job_yaml: Path, step: int | None, sample: str | None, within: int, modules: tuple[str, ...], debug: bool) -> None:
+    """Say which rows are in a step, or where a sample goes, and why."""
+    if (step is None) == (sample is None):
+        raise click.UsageError("give either --step K or --sample ID")
+
+    def act() -> None:
+        from overlord.observe.planning import find_sample, planned
+        from overlord.observe.tables import waiting
+        from overlord.observe.whereabouts import parse_id
+
+        wanted = None if sample is None else parse_id(sample)
+        job, err = _read_job(job_yaml, modules), _console(stderr=True)
+        if wanted is None:
+            assert step is not None
+            with waiting(err, "planned", step + 1) as advance, planned(job, step, advance) as session:
+                click.echo(str(session.explain(step)))
+            return
+        with waiting(err, "looked through", within) as advance:
+            found = find_sample(job, wanted, within, advance)
+        click.echo(str(found))
+        if found.status in ("ahead", "undecided"):
+            _error(f"the sample is not in the first {within} steps; --within looks through more")
+            sys.exit(FAILED)
 
     _guarded(act, debug)
 

@@ -78,7 +78,7 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
     try:
         pipeline = Pipeline(source.name, source.transforms, seed=job.seed, context=UNCUT, on_long="truncate")
         options = ReadOptions(job.slice_rows, job.chunk_bytes, source.max_sample_bytes, pipeline.columns)
-        index = build_index(source.name, source.path, source.format, options, cache_dir=default_cache_dir())
+        index = build_index(source.name, source.uri, source.format, options, cache_dir=default_cache_dir())
         _describe(out, index)
         reader = ChunkReader(index, options, cache)
         for file in _sampled_files(index, full):

@@ -58,7 +58,7 @@ def run_job(run: Run, console: Console, err: Console) -> Meter:
         raise JobError([f"cannot be written: {run.save.absolute().parent} is no folder"], str(run.save))
     meter, chain = Meter(), ""
     with ov.launch(run.job, resume=run.resume, allow=run.allow) as session:
-        ranks = range(run.job.place.world) if run.rank is None else [run.rank]
+        ranks = range(run.job.place.world_size) if run.rank is None else [run.rank]
         try:
             with _showing(err, run.steps) as show:
                 for taken in watch(session, ranks, run.steps):

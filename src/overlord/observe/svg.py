@@ -16,6 +16,7 @@ import numpy as np
 Scale = Callable[[float], float]
 WIDTH = 860
 SHOWN = 16  # bars of a panel with a number over each; beyond that numbers are noise
+DIGIT = 7.5  # pixels of a character
 LABEL_GAP = 15  # pixels between two labels at the end of lines
 
 
@@ -56,9 +57,9 @@ def series_color(i: int) -> str:
 
 def lines(
     x: np.ndarray, series: Sequence[Line], *, about: str, x_label: str, y_label: str, y_from: float, y_to: float,
-    show: Callable[[float], str], marks: Sequence[tuple[float, str]] = (), height: int = 300,
+    show: Callable[[float], str], marks: Sequence[tuple[float, str]] = (), x_ticks: Sequence[tuple[float, str]] = (), height: int = 300,
 ) -> str:  # fmt: skip
-    """Lines with their names at their ends; ``marks`` are vertical lines with a word."""
+    """Lines with their names at their ends; ``marks`` are vertical lines with a word, ``x_ticks`` names for places on the axis."""
     left, right, top, bottom = 56, 130, 26, 40
     sx = _scale(float(x[0]), float(x[-1]), left, WIDTH - right)
     sy = _scale(y_from, y_to, height - bottom, top)
@@ -66,9 +67,9 @@ def lines(
     for tick in _ticks(y_from, y_to, 5):
         out.append(_rule(left, sy(tick), WIDTH - right, sy(tick), "grid"))
         out.append(_text(left - 8, sy(tick) + 4, show(tick), "tick", "end"))
-    for tick in _ticks(float(x[0]), float(x[-1]), 8):
-        if tick == int(tick):
-            out.append(_text(sx(tick), height - bottom + 18, f"{int(tick)}", "tick", "middle"))
+    whole = [(tick, f"{int(tick)}") for tick in _ticks(float(x[0]), float(x[-1]), 8) if tick == int(tick)]
+    for tick, word in x_ticks or whole:
+        out.append(_text(sx(tick), height - bottom + 18, word, "tick", "middle"))
     out.append(_text((left + WIDTH - right) / 2, height - 4, x_label, "label", "middle"))
     for at, word in marks:
         out.append(_rule(sx(at), top, sx(at), height - bottom, "mark"))
@@ -155,16 +156,16 @@ def _panel(panel: Panel, x: float, wide: float, sy: Scale, mean: float, bar_name
                 out.append(_rect(centre - thick / 2, y1 + 1, thick, max(0.8, y0 - y1 - 2), panel.color, says))
             low += load
         if n <= SHOWN:
-            out.append(_text(centre, sy(0) + 16, f"{bar_name} {b}" if pitch > 44 else f"{b}", "tick", "middle"))
+            out.append(_text(centre, sy(0) + 16, f"{bar_name} {b}" if pitch > DIGIT * (len(bar_name) + 2) else f"{b}", "tick", "middle"))
     return out
 
 
 def _panel_values(panel: Panel, x: float, wide: float, sy: Scale, mean: float) -> list[str]:
+    """A number over every bar, or over the highest alone where they would lie over each other."""
     n = len(panel.stacks)
     totals = (panel.stacks.sum(axis=1) / mean).tolist() if n <= SHOWN else []
-    return [
-        _text(x + wide * (0.07 + 0.86 * (b + 0.5) / n), sy(total) - 5, f"{total:.2f}", "value", "middle") for b, total in enumerate(totals)
-    ]
+    shown = range(len(totals)) if wide * 0.86 / n > 4 * DIGIT else [int(np.argmax(totals))] if totals else []
+    return [_text(x + wide * (0.07 + 0.86 * (b + 0.5) / n), sy(totals[b]) - 5, f"{totals[b]:.2f}", "value", "middle") for b in shown]
 
 
 def _end_labels(series: Sequence[Line], sy: Scale, x: float, top: float, bottom: float) -> list[str]:

@@ -1,0 +1,390 @@
+"""Why: which rows were in a step and how they were placed; where one sample went. Answers are values that print as tables."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from overlord.errors import PlanError
+from overlord.job import did_you_mean
+from overlord.messages import Cursor, Stage, StreamState
+from overlord.observe.whereabouts import COUNTED, Whereabouts, parse_id
+from overlord.planner.bindings import constructors_of
+from overlord.planner.events import latest
+from overlord.sample import SampleId
+
+if TYPE_CHECKING:
+    from overlord.job import Job
+    from overlord.loader.order import SourceOrder
+    from overlord.plan import Assignment, LoadingPlan
+    from overlord.planner.spec import Quarantined
+    from overlord.sources.index import Index
+
+DEAREST = 5  # samples of the slowest bucket that are named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Known:
+    """What a session can tell about at one moment."""
+
+    job: Job
+    names: tuple[str, ...]  # of sources, those added in mid-run behind the job's
+    indexes: Sequence[Index]
+    orders: Sequence[SourceOrder]
+    stages: Sequence[Stage]  # planned steps that are kept, oldest first
+    quarantine: Sequence[Quarantined]
+    state: StreamState  # behind the last planned step
+    start: int  # the step this session began with
+    loaders: tuple[str, ...] = ()
+
+    def whereabouts(self, source: int) -> Whereabouts:
+        return Whereabouts(index=self.indexes[source], order=self.orders[source], slice_rows=self.job.slice_rows)
+
+    def path(self, source: int, file: int) -> str:
+        files = self.indexes[source].files
+        return files[file].path if file < len(files) else ""
+
+    def row_unit(self, source: int) -> str:
+        return "row" if self.indexes[source].format in COUNTED else "byte"
+
+    def kept(self) -> str:
+        steps = [s.plan.step for s in self.stages]
+        return f"{steps[0]} to {steps[-1]}" if steps else "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """``print`` it, read its fields, or take ``to_dict()``: plain values."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        from overlord.observe import explaintext
+
+        return explaintext.text(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRows:
+    """Rows of one file in a step: ``samples`` of them, between ``first`` and ``last`` (bytes where ``unit`` says so)."""
+
+    path: str
+    file: int
+    epoch: int
+    first: int
+    last: int
+    samples: int
+    unit: str  # row, or byte
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceShare:
+    """What a source gave to a step. Shares are of samples, or of tokens where the batch is in tokens."""
+
+    name: str
+    weight: float
+    wanted: float
+    realised: float
+    samples: int
+    tokens: int
+    files: tuple[FileRows, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dear:
+    """One of the dearest items of a bucket."""
+
+    sample: str
+    tokens: int
+    cost: float
+    share: float  # of its bucket's cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleFigures:
+    """How one module was placed, and what holds it up."""
+
+    name: str
+    axis: str
+    buckets: int
+    microbatches: int
+    capacity: int
+    items: int
+    imbalance: Mapping[str, float]
+    slowest: int  # bucket
+    slowest_ranks: tuple[int, ...]
+    slowest_over_mean: float
+    slowest_items: int
+    dearest: tuple[Dear, ...]  # of the slowest bucket
+    peak_tokens: int  # in the fullest microbatch
+    peak_at: tuple[int, int]  # its bucket and number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepExplanation(Explanation):
+    """A planned step."""
+
+    step: int
+    skipped: bool
+    digest: str
+    samples: int
+    tokens: int
+    unit: str  # what is mixed: samples or tokens
+    sources: tuple[SourceShare, ...]
+    weights_from: str
+    trail: tuple[str, ...]
+    fill: float
+    modules: tuple[ModuleFigures, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Where an item of a sample stands in one module."""
+
+    module: str
+    bucket: int
+    microbatch: int
+    slot: int
+    ranks: tuple[int, ...]
+    constructor: str
+    size: int
+    cost: float
+    share: float  # of its bucket's cost
+    nth_of_bucket: int  # by falling cost, from 1
+    nth_of_step: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleExplanation(Explanation):
+    """A sample, or a row that is none. ``status``: placed, skipped, quarantined, ahead, gone, no sample, undecided."""
+
+    sample: str
+    status: str
+    words: str  # what became of it, in a sentence
+    path: str
+    row: int
+    row_unit: str  # row, or byte
+    step: int | None = None
+    position: int | None = None  # in the order of the draw, from 0
+    of_samples: int | None = None
+    substep: int | None = None
+    tokens: int | None = None
+    loader: str | None = None
+    placed: tuple[Placed, ...] = ()
+
+
+def explain(what: int | str | SampleId, known: Known) -> Explanation:
+    """A step by its number; a sample by its id, or by the id's text."""
+    if isinstance(what, str):
+        return explain_sample(parse_id(what), known)
+    if isinstance(what, SampleId):
+        return explain_sample(what, known)
+    try:
+        step = operator.index(what)
+    except TypeError:
+        raise PlanError(f"explain: wanted a step's number or a SampleId, found {what!r}") from None
+    return explain_step(stage_of(step, known.stages, known.state.step), known)
+
+
+def stage_of(step: int, stages: Sequence[Stage], following: int) -> Stage:
+    for stage in stages:
+        if stage.plan.step == step:
+            return stage
+    steps = [s.plan.step for s in stages]
+    held = f"plans are kept of steps {steps[0]} to {steps[-1]}" if steps else "no step is planned yet"
+    state = "is not planned yet" if step >= following else "is no step" if step < 0 else "was planned, but its plan is no longer kept"
+    raise PlanError(f"it {state}", step, held)
+
+
+def explain_step(stage: Stage, known: Known) -> StepExplanation:
+    plan = stage.plan
+    return StepExplanation(
+        step=plan.step, skipped=stage.skipped, digest=stage.digest, samples=len(plan), tokens=int(plan.tokens.sum()),
+        unit="samples" if known.job.batch.tokens is None else "tokens", sources=_shares(plan, known),
+        weights_from=weights_from(stage, known.job), trail=tuple(plan.extra.get("trail", ())), fill=plan.fill(),
+        modules=tuple(_figures(plan, name, known.job) for name in sorted(plan.modules, key=lambda n: (n != "backbone", n))),
+    )  # fmt: skip
+
+
+def weights_from(stage: Stage, job: Job) -> str:
+    """What set the weights that a step was drawn with."""
+    after, step = stage.after, stage.plan.step
+    since = "" if after.mix_step == step else f", in force since step {after.mix_step} (mix_every={job.mix_every!r})"
+    if change := latest(after.events, -1, after.mix_step):
+        return f"set_mixture from step {change[0].at}{since}"
+    if job.mixture is None:
+        return f"the sources' own weights{since}"
+    if isinstance(job.mixture, Mapping):
+        return f"the job's mixture{since}"
+    name = getattr(job.mixture, "__name__", None) or repr(job.mixture)
+    return f"the job's schedule {name} at step {after.mix_step}{since}"
+
+
+def _shares(plan: LoadingPlan, known: Known) -> tuple[SourceShare, ...]:
+    n, weights = len(plan.names), dict(plan.extra.get("weights", {}))
+    samples = np.bincount(plan.source, minlength=n)
+    tokens = np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(np.int64)
+    mixed = samples if known.job.batch.tokens is None else tokens
+    total, all_mixed = sum(weights.values()) or 1.0, int(mixed.sum()) or 1
+    return tuple(
+        SourceShare(
+            name=name, weight=float(weights.get(name, 0.0)), wanted=float(weights.get(name, 0.0)) / total,
+            realised=int(mixed[i]) / all_mixed, samples=int(samples[i]), tokens=int(tokens[i]), files=_files(plan, i, known),
+        )
+        for i, name in enumerate(plan.names)
+    )  # fmt: skip
+
+
+def _files(plan: LoadingPlan, source: int, known: Known) -> tuple[FileRows, ...]:
+    mine = np.flatnonzero(plan.source == source)
+    order = mine[np.lexsort((plan.row[mine], plan.file[mine], plan.epoch[mine]))]
+    if not len(order):
+        return ()
+    epoch, file, row = plan.epoch[order], plan.file[order], plan.row[order]
+    first = np.flatnonzero(np.append(True, (epoch[1:] != epoch[:-1]) | (file[1:] != file[:-1])))
+    last = np.append(first[1:], len(order)) - 1
+    return tuple(
+        FileRows(
+            path=known.path(source, int(file[a])), file=int(file[a]), epoch=int(epoch[a]), first=int(row[a]), last=int(row[b]),
+            samples=b - a + 1, unit=known.row_unit(source),
+        )
+        for a, b in zip(first.tolist(), last.tolist(), strict=True)
+    )  # fmt: skip
+
+
+def _figures(plan: LoadingPlan, name: str, job: Job) -> ModuleFigures:
+    a, loads = plan.modules[name], plan.loads(name).sum(axis=1)
+    slowest = int(loads.argmax())
+    inside = np.flatnonzero(a.bucket == slowest)
+    dearest = inside[np.argsort(-a.cost[inside], kind="stable")][:DEAREST]
+    held = np.bincount(a.bins(), weights=a.size, minlength=a.n_buckets * a.n_microbatches).astype(np.int64)
+    return ModuleFigures(
+        name=name, axis=a.axis, buckets=a.n_buckets, microbatches=a.n_microbatches, capacity=a.capacity, items=len(a.sample),
+        imbalance=plan.imbalance(name), slowest=slowest, slowest_ranks=_ranks(plan, a, job, slowest),
+        slowest_over_mean=float(loads[slowest]) / (float(loads.mean()) or 1.0), slowest_items=len(inside),
+        dearest=tuple(
+            Dear(
+                sample=str(plan.sample_id(int(a.sample[i]))), tokens=int(a.size[i]), cost=float(a.cost[i]),
+                share=float(a.cost[i]) / (float(loads[slowest]) or 1.0),
+            )
+            for i in dearest.tolist()
+        ),
+        peak_tokens=int(held.max()), peak_at=divmod(int(held.argmax()), a.n_microbatches),
+    )  # fmt: skip
+
+
+def _ranks(plan: LoadingPlan, a: Assignment, job: Job, bucket: int) -> tuple[int, ...]:
+    return tuple((plan.place or job.place).buckets(a.axis)[bucket])
+
+
+def explain_sample(sample: SampleId, known: Known) -> SampleExplanation:
+    source, chunk = _there(sample, known)
+    said: dict[str, Any] = {
+        "sample": str(sample), "path": known.path(source, sample.file), "row": sample.row,
+        "row_unit": known.row_unit(source),
+    }  # fmt: skip
+    for stage in reversed(known.stages):
+        if (at := find(sample, stage.plan)) >= 0:
+            return _placed(stage, at, known, said)
+    for bad in known.quarantine:
+        if (bad.source, bad.epoch, bad.file, bad.row) == (source, sample.epoch, sample.file, sample.row):
+            return SampleExplanation(status="quarantined", words=f"The row is in quarantine: {bad.reason}.", **said)
+    status, words = _elsewhere(sample, source, chunk, known)
+    return SampleExplanation(status=status, words=words, **said)
+
+
+def find(sample: SampleId, plan: LoadingPlan) -> int:
+    """The row of a sample in a plan, or -1."""
+    if sample.source not in plan.names:
+        return -1
+    columns = ("epoch", "file", "row", "part")
+    hit = plan.source == plan.names.index(sample.source)
+    for name in columns:
+        hit = hit & (getattr(plan, name) == getattr(sample, name))
+    at = np.flatnonzero(hit)
+    return int(at[0]) if len(at) else -1
+
+
+def _there(sample: SampleId, known: Known) -> tuple[int, int]:
+    """Number of the source and chunk; an id that no run of the job can have is refused."""
+    if sample.source not in known.names:
+        raise PlanError(f"no sample {sample}: unknown source {sample.source!r}{did_you_mean(sample.source, known.names)}")
+    source = known.names.index(sample.source)
+    files, epochs = known.indexes[source].files, known.job.sources[source].epochs if source < len(known.job.sources) else None
+    if sample.file >= len(files):
+        raise PlanError(f"no sample {sample}: source {sample.source!r} has files 0 to {len(files) - 1}")
+    if epochs is not None and sample.epoch >= epochs:
+        raise PlanError(f"no sample {sample}: source {sample.source!r} has {epochs} epoch{'s' * (epochs > 1)}, counted from 0")
+    chunk = known.whereabouts(source).chunk_of(sample.file, sample.row)
+    if chunk < 0:
+        raise PlanError(f"no sample {sample}: {files[sample.file].path} has no row {sample.row}")
+    return source, chunk
+
+
+def _elsewhere(sample: SampleId, source: int, chunk: int, known: Known) -> tuple[str, str]:
+    """What can be said of a row that is in no kept plan and not in quarantine."""
+    cursor = Cursor(*known.state.cursors[source].tolist())
+    passed = known.whereabouts(source).passed(sample, chunk, cursor)
+    where = f"the stream of {sample.source!r} stands in epoch {cursor.epoch}, group {cursor.group} of {known.orders[source].n_groups}"
+    where += f", window {cursor.window}; the next step is {known.state.step}"
+    complete = known.start == 0 and (not known.stages or known.stages[0].plan.step == 0)
+    if passed is None:
+        return "undecided", f"It is in the group that is being drawn from: not drawn yet, or dropped by a filter; {where}."
+    if not passed and not complete and (known.job.look_ahead > 1 or known.job.overflow == "defer"):
+        return "undecided", f"Not drawn yet, or chosen ahead of its turn in a step whose plan is not kept; {where}."
+    if not passed:
+        return "ahead", f"Not drawn yet: {where}."
+    if complete:
+        return (
+            "no sample",
+            f"The stream has passed this row and made no such sample of it: a filter dropped it, or it has no such part; {where}.",
+        )
+    return "gone", f"Drawn in a step whose plan is no longer kept (steps {known.kept()} are), or dropped by a filter; {where}."
+
+
+def _placed(stage: Stage, at: int, known: Known, said: dict[str, Any]) -> SampleExplanation:
+    plan = stage.plan
+    placed = tuple(
+        _item(plan, name, i, known.job)
+        for name in sorted(plan.modules, key=lambda n: (n != "backbone", n))
+        for i in np.flatnonzero(plan.modules[name].sample == at).tolist()
+    )
+    fate = "The step was skipped: drawn, listed and not delivered." if stage.skipped else f"In step {plan.step}."
+    return SampleExplanation(
+        status="skipped" if stage.skipped else "placed", words=fate, step=plan.step, position=at, of_samples=len(plan),
+        substep=None if plan.substep is None else int(plan.substep[at]), tokens=int(plan.tokens[at]),
+        loader=None if stage.loader is None or not known.loaders else known.loaders[int(stage.loader[at])], placed=placed, **said,
+    )  # fmt: skip
+
+
+def _item(plan: LoadingPlan, name: str, i: int, job: Job) -> Placed:
+    a, place = plan.modules[name], plan.place or job.place
+    bucket, cost = int(a.bucket[i]), float(a.cost[i])
+    inside = np.flatnonzero(a.bucket == bucket)
+    load = float(a.cost[inside].sum())
+    in_bucket, in_step = _nth(a.cost[inside], int((inside < i).sum())), _nth(a.cost, i)
+    mean = float(a.cost.mean()) or 1.0
+    way = next((t for t in reversed(plan.extra.get("trail", ())) if not t.startswith("broadcast_at")), "") if name == "backbone" else ""
+    why = f"{ordinal(in_step)} dearest of {len(a.cost):,} in the step ({cost / mean:.2f}x the mean)"
+    why += f", {ordinal(in_bucket)} of {len(inside):,} in its bucket"
+    return Placed(
+        module=name, bucket=bucket, microbatch=int(a.microbatch[i]), slot=int(a.slot[i]), ranks=_ranks(plan, a, job, bucket),
+        constructor=constructors_of(place, a.axis)[bucket], size=int(a.size[i]), cost=cost, share=cost / (load or 1.0),
+        nth_of_bucket=in_bucket, nth_of_step=in_step, why=why + (f"; placed by {way}" if way else ""),
+    )  # fmt: skip
+
+
+def _nth(costs: np.ndarray, i: int) -> int:
+    """Which by falling cost, from 1; of equals the earlier drawn comes first, as the balancers have it."""
+    return 1 + int((costs > costs[i]).sum()) + int((costs[:i] == costs[i]).sum())
+
+
+def ordinal(n: int) -> str:
+    ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return f"{n:,}{ending}"
