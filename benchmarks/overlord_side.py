@@ -26,8 +26,7 @@ def prepare(work: Work) -> None:
 def make_job(corpus: Corpus, work: Work) -> ov.Job:
     transform: Any = ov.Tokens("tokens") if work.job == "null" else ov.Tokenize(str(corpus.tokenizer), text="text")
     sources = [
-        ov.Source(s.name, s.glob, transforms=[transform], weight=s.weight, epochs=None, shuffle=work.peer == "overlord-shuffled")
-        for s in corpus.sources
+        ov.Source(s.name, s.glob, transforms=[transform], weight=s.weight, shuffle=work.peer == "overlord-shuffled") for s in corpus.sources
     ]
     return ov.Job(
         name=f"throughput-{work.job}-{work.n_sources}",
