@@ -14,8 +14,8 @@ demo: $(VENV)/.core
 test: $(VENV)/.test lint types unit
 
 lint: $(VENV)/.test
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples docs
+	$(BIN)/ruff format --check src tests benchmarks examples docs
 
 types: $(VENV)/.test
 	$(BIN)/mypy

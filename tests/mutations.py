@@ -24,7 +24,10 @@ LIMIT_S = 600
 # The tests that should notice, by the part a fault is in; cheap ones first, since a run ends with the first failure.
 LAWS = ("properties/test_cores.py", "properties/test_budget.py", "properties/test_stream.py")
 TESTS = {
-    "planner": ("unit/test_golden.py", "properties/test_draw.py", "properties/test_merge.py", "unit/test_reader.py", *LAWS),
+    "planner": (
+        "unit/test_golden.py", "unit/test_planner.py", "unit/test_feedback.py", "unit/test_add_source.py", "properties/test_feedback.py",
+        "properties/test_draw.py", "properties/test_merge.py", "unit/test_reader.py", *LAWS,
+    ),
     "loader": ("unit/test_golden.py", "unit/test_loader.py", "unit/test_reader.py", *LAWS),
     "constructor": (
         "unit/test_golden.py", "unit/test_assembler.py", "unit/test_microbatch.py", "properties/test_microbatch.py", *LAWS,
@@ -64,7 +67,6 @@ MUTATIONS = [
             "owed[i] = owed[i] + n * w if w else 0\n    counts",
             "owed[i] = owed[i] + n * w\n    counts",
         ),
-        ("random picks: wrong side", 'picks, side="right")', 'picks, side="left")'),
         ("random picks start again after a source left", "run.picks += missing", "run.picks += 0"),
         ("step order without the half", "(2 * k + 1) / (2 * n[source])", "k / n[source]"),
         ("a source leaves with its last sample", "if count > have:\n", "if count >= have:\n"),
@@ -116,11 +118,6 @@ MUTATIONS = [
             "file[end[last]], row[end[last]], 0 * part[end[last]]]",
         ),
         ("payload by source, not by loader", "by_stream = np.lexsort((order, loader))", "by_stream = np.argsort(order, kind='stable')"),
-        (
-            "a mixture that waits for its epoch pushes out the one in force",
-            "return (*in_force, *waiting,",
-            "return (*(waiting or in_force),",
-        ),
         ("prefetch one more", "len(self._outstanding) < self.spec.prefetch", "len(self._outstanding) <= self.spec.prefetch"),
         ("the fastest rank sets the pace", "if s > min(self._consumed.values())]", "if s > max(self._consumed.values())]"),
         (
@@ -128,19 +125,36 @@ MUTATIONS = [
             "state = replace(self._state, owed=drawn.owed, active=drawn.active)",
             "state = replace(self._state, active=drawn.active)",
         ),
-        ("mixed by the epoch: as the step says", 'if self.spec.mix_every != "epoch":', "if True:"),
-        (
-            "a mixture one step late",
-            "isinstance(e, SetMixture) and e.at <= step]\n        if changes",
-            "isinstance(e, SetMixture) and e.at < step]\n        if changes",
-        ),
-        (
-            "a change that is to come is forgotten",
-            "for e in events if last_step(e) > step))",
-            "for e in events if last_step(e) > step + 1))",
-        ),
         ("the horizon stands still", "if self._streams[source].group > group else []", "if False else []"),
         ("a loader is not asked again", "if self._held[loader] >= self._must[loader]:", "if self._held[loader] > self._must[loader]:"),
+    ),
+    *_at(
+        "planner/events.py",
+        ("a mixture one step late", "and after < e.at <= step]", "and after < e.at < step]"),
+        ("a change that is to come is forgotten", "isinstance(e, Skip) else 0) > step)", "isinstance(e, Skip) else 0) > step + 1)"),
+        ("a skip is forgotten at once", "(lag if isinstance(e, Skip) else 0)", "0"),
+        (
+            "a mixture that waits for its epoch pushes out the one in force",
+            "*latest(events, -1, mix_step), *latest(events, mix_step, step),",
+            "*(latest(events, mix_step, step) or latest(events, -1, mix_step)),",
+        ),
+        ("a mixture set before knows who joins after", "weights={**dict.fromkeys(names, 0.0), **change.weights}", "weights=change.weights"),
+        ("plans name who joins later", "while coming and names[n - 1] in coming:", "while False:"),
+        ("reports since the plan are in no state", "for key, r in self._reports.items() if state", "for key, r in () if state"),
+    ),
+    *_at(
+        "planner/mixture.py",
+        ("mixed by the epoch: as the step says", 'if self._every != "epoch":', "if True:"),
+        ("asked again when a draw is tried again", "if self._asked == state.step:", "if False:"),
+        ("the epoch looked at twice", "state.mix_epoch if again and not joins else epoch", "epoch"),
+        ("what was learned is forgotten", '"schedule": self._learned()', '"schedule": None'),
+        ("what was reported is forgotten", '"reports": self.feedback.pending()', '"reports": ()'),
+    ),
+    *_at(
+        "planner/feedback.py",
+        ("feedback a step early", "self._steps.pop(step - self._lag, {})", "self._steps.pop(step - self._lag + 1, {})"),
+        ("a report a step too late", "report.step + self._lag > planned", "report.step + self._lag > planned + 1"),
+        ("used across skipped steps", "if any(step - self._lag <= s < step for s in skipped):", "if False:"),
     ),
     *_at(
         "loader/loader.py",

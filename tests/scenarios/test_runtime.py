@@ -72,7 +72,7 @@ def _local(job: ov.Job, events: Sequence[Any], slow: int | None, options: Mappin
                 session.skip(event.steps)
             else:
                 session.set_mixture(event.weights, at=event.at)
-        clients = [session.client(r) for r in range(job.place.world)]
+        clients = [session.client(r) for r in range(job.place.world_size)]
 
         def train(client: ov.Client) -> None:
             try:
@@ -106,7 +106,7 @@ def rows(n: int, first: int) -> Rows:
 def job(sizes: Mapping[str, int] | None = None, **changes: Any) -> ov.Job:
     sizes = sizes or {"a": 60, "b": 90, "c": 40}
     sources = [
-        ov.Source(name, rows(n, 1000 * i), transforms=[ov.Tokens("tokens")], weight=1.0 + i)
+        ov.Source(name, rows(n, 1000 * i), transforms=[ov.Tokens("tokens")], weight=1.0 + i, epochs=1)
         for i, (name, n) in enumerate(sizes.items())
     ]  # fmt: skip
     settings = {
@@ -177,7 +177,9 @@ class Shards:
 @pytest.mark.parametrize("loaders", [1, 2])
 def test_a_broken_source_ends_the_job_where_the_draw_comes_to_it_and_names_itself(runtime: str, loaders: int) -> None:
     made = job()
-    broken = ov.Source("d", ov.Factory(Shards(), shards=6, fingerprint="x"), transforms=[ov.Tokens("tokens")], weight=3.0, shuffle=False)
+    broken = ov.Source(
+        "d", ov.Factory(Shards(), shards=6, fingerprint="x"), transforms=[ov.Tokens("tokens")], weight=3.0, shuffle=False, epochs=1
+    )
     made = replace(made, sources=(*made.sources, broken))
     seen = []
     for ahead in (1, 6):
@@ -228,7 +230,7 @@ def picky(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_rows_on_which_a_map_raises_are_quarantined_and_nothing_else_is(runtime: str) -> None:
-    source = ov.Source("a", rows(60, 0), transforms=[ov.Map(picky, rows=True), ov.Tokens("tokens")])
+    source = ov.Source("a", rows(60, 0), transforms=[ov.Map(picky, rows=True), ov.Tokens("tokens")], epochs=1)
     made = replace(job(), sources=(source,))
     out = run(runtime, made)
     all_clean(out)
@@ -237,7 +239,7 @@ def test_rows_on_which_a_map_raises_are_quarantined_and_nothing_else_is(runtime:
 
 
 def test_a_map_that_breaks_its_contract_ends_the_job_with_its_name(runtime: str) -> None:
-    source = ov.Source("a", rows(60, 0), transforms=[ov.Map(lambda columns: 7), ov.Tokens("tokens")])
+    source = ov.Source("a", rows(60, 0), transforms=[ov.Map(lambda columns: 7), ov.Tokens("tokens")], epochs=1)
     out = run(runtime, replace(job(), sources=(source,)))
     assert out.numbers() == [[]] * 3
     assert all(isinstance(e, TransformError) and e.source == "a" for e in out.error.values()), out.error

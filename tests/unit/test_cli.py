@@ -29,8 +29,8 @@ def rows(n: int, base: int) -> list[dict[str, Any]]:
 
 def job_file(folder: Path, epochs: int | None = 1, **changes: Any) -> Path:
     sources = {
-        "web": {"path": write_rows(folder / "web", "parquet", rows(60, 100), row_group_size=16), "weight": 2, "epochs": epochs},
-        "code": {"path": write_rows(folder / "code", "jsonl", rows(60, 300)), "epochs": epochs},
+        "web": {"uri": write_rows(folder / "web", "parquet", rows(60, 100), row_group_size=16), "weight": 2, "epochs": epochs},
+        "code": {"uri": write_rows(folder / "code", "jsonl", rows(60, 300)), "epochs": epochs},
     }
     for source in sources.values():
         source["transforms"] = [{"tokens": {"column": "tokens"}}]
@@ -138,10 +138,10 @@ def test_a_state_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -
 
 def test_a_bad_job_file_shows_all_its_problems_and_no_traceback(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text("name: x\nsources:\n  web: {path: 3, wieght: 1}\nbatch: {samples: 0, context: 8}\nstrategie: x\n")
+    path.write_text("name: x\nsources:\n  web: {uri: 3, wieght: 1}\nbatch: {samples: 0, context: 8}\nstrategie: x\n")
     result = overlord("run", path)
     assert result.exit_code == 2
-    for problem in ("strategie: unknown", "batch.samples", "sources.web.path", "did you mean 'weight'?"):
+    for problem in ("strategie: unknown", "batch.samples", "sources.web.uri", "did you mean 'weight'?"):
         assert problem in result.stderr
     assert "Traceback" not in result.output
     assert "Traceback" in overlord("run", path, "--debug").stderr
@@ -184,7 +184,7 @@ def test_inspect_goes_on_over_broken_sources_and_lists_them_all(tmp_path: Path) 
     lines = Path(write_rows(tmp_path / "oneline", "jsonl", rows(20, 1), files=1)).parent / "part-00000.jsonl"
     lines.write_text("this is no JSON\n" + lines.read_text())
     for name in ("cut", "flipped", "oneline", "missing"):
-        job["sources"][name] = {"path": str(tmp_path / name / "*"), "transforms": [{"tokens": {}}]}
+        job["sources"][name] = {"uri": str(tmp_path / name / "*"), "epochs": 1, "transforms": [{"tokens": {}}]}
     path.write_text(yaml.safe_dump(job))
     result = overlord("inspect", path)
     assert result.exit_code == 1

@@ -79,13 +79,14 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-PYTHON = [ROOT / "README.md", ROOT / "docs" / "jobs.md"]
+PRIMITIVES = sorted((ROOT / "docs" / "primitives").glob("*.md"))
+PYTHON = [ROOT / "README.md", ROOT / "docs" / "jobs.md", *PRIMITIVES]
 
 
-@pytest.mark.parametrize("page", PYTHON, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PYTHON, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_of_python_run_in_the_order_of_the_page(page: Path, desk: Path):
     names = ""
-    if page.name == "README.md":
+    if page == ROOT / "README.md":
         pytest.importorskip("torch")
         names = (
             "import torch\nmodel = torch.nn.Sequential(torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32))\n"
@@ -104,6 +105,26 @@ def _env(desk: Path) -> dict[str, str]:
     import os
 
     return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OVERLORD_CACHE": str(desk / "cache"), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("page", [p for p in PRIMITIVES if p.name != "README.md"], ids=lambda page: page.name)
+def test_a_page_on_a_primitive_has_a_picture_its_errors_its_cost_and_its_proof(page: Path):
+    text = text_of(page)
+    wanted = ("](../img/primitives/", "\n## Errors\n", "\n## Cost\n", "\nProved by [tests/")
+    assert [part for part in wanted if part not in text] == []
+    assert f"]({page.name})" in text_of(page.parent / "README.md")
+
+
+def test_the_pictures_of_the_primitives_are_what_the_package_draws(desk: Path):
+    command = [sys.executable, str(ROOT / "docs" / "img" / "primitives.py"), str(desk / "drawn")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=_env(desk))
+    assert done.returncode == 0, done.stderr
+    kept, drawn = ({p.name: text_of(p) for p in folder.glob("*.svg")} for folder in (ROOT / "docs" / "img" / "primitives", desk / "drawn"))
+    assert sorted(kept) == sorted(drawn)
+    changed = [name for name in kept if kept[name] != drawn[name]]
+    assert changed == [], "run python docs/img/primitives.py, and look at them"
+    shown = "".join(text_of(page) for page in PRIMITIVES)
+    assert [name for name in kept if f"img/primitives/{name}" not in shown] == []
 
 
 def test_the_strategy_of_the_readme_plans(desk: Path):

@@ -57,15 +57,15 @@ def test_a_source_is_the_same_however_its_paths_were_given():
         ({"name": ""}, "wanted a name without '/', found ''"),
         ({"name": "a/b"}, "wanted a name without '/'"),
         ({"name": 3}, "wanted a name without '/', found 3"),
-        ({"path": ""}, "path: wanted files, a dataset or a factory"),
-        ({"path": None}, "path: wanted files, a dataset or a factory"),
-        ({"path": 5}, "path: wanted files, a dataset or a factory, found 5"),
-        ({"path": {"a": 1}}, "path: wanted files, a dataset or a factory"),
-        ({"path": Rows}, "path: wanted files, a dataset or a factory"),
-        ({"path": []}, "the list of files is empty"),
-        ({"path": ["a", "b", "a"]}, "a is listed twice"),
-        ({"path": ["a", Path("a")]}, "a is listed twice"),
-        ({"path": [{"text": "x"}]}, "wanted a list of paths"),
+        ({"uri": ""}, "uri: wanted files, a dataset or a factory"),
+        ({"uri": None}, "uri: wanted files, a dataset or a factory"),
+        ({"uri": 5}, "uri: wanted files, a dataset or a factory, found 5"),
+        ({"uri": {"a": 1}}, "uri: wanted files, a dataset or a factory"),
+        ({"uri": Rows}, "uri: wanted files, a dataset or a factory"),
+        ({"uri": []}, "the list of files is empty"),
+        ({"uri": ["a", "b", "a"]}, "a is listed twice"),
+        ({"uri": ["a", Path("a")]}, "a is listed twice"),
+        ({"uri": [{"text": "x"}]}, "wanted a list of paths"),
         ({"weight": float("nan")}, "weight: wanted a finite number of at least 0, found nan"),
         ({"weight": float("inf")}, "weight: wanted a finite number of at least 0, found inf"),
         ({"weight": -0.5}, "weight: wanted a finite number of at least 0, found -0.5"),
@@ -83,14 +83,14 @@ def test_a_source_is_the_same_however_its_paths_were_given():
     ],
 )
 def test_a_source_that_cannot_be_read_is_refused(fields: dict[str, Any], problem: str):
-    name, path, rest = fields.get("name", "web"), fields.get("path", "a"), {k: v for k, v in fields.items() if k not in ("name", "path")}
+    name, path, rest = fields.get("name", "web"), fields.get("uri", "a"), {k: v for k, v in fields.items() if k not in ("name", "uri")}
     (found,) = problems(lambda: Source(name, path, **rest))
     assert problem in found
     assert f"source {name!r}" in found
 
 
 def test_many_files_are_checked_in_no_time():
-    assert len(Source("web", [f"{i}.parquet" for i in range(200_000)]).path) == 200_000  # once quadratic: hours
+    assert len(Source("web", [f"{i}.parquet" for i in range(200_000)]).uri) == 200_000  # once quadratic: hours
 
 
 @pytest.mark.parametrize(
@@ -144,6 +144,7 @@ def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
         ({"mixture": {"web": 0}}, "mixture: all weights are zero"),
         ({"mixture": 0.7}, "mixture: wanted a mapping of weights or a schedule"),
         ({"strategy": 3}, "strategy: wanted a name or a function, found 3"),
+        ({"strategy": "llm_balanc"}, "strategy: unknown strategy 'llm_balanc'; did you mean 'llm_balance'?"),
         ({"seed": -1}, "seed: wanted a whole number of at least 0"),
         ({"seed": 1.0}, "seed: wanted a whole number of at least 0"),
         ({"slice_rows": 0}, "slice_rows: wanted a whole number of at least 1"),
@@ -155,8 +156,11 @@ def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
         ({"draw": "random", "batch": Batch(tokens=8, context=8)}, 'draw: "random" draws samples'),
         ({"mix_every": "hour"}, "mix_every: wanted one of step, microbatch, epoch"),
         ({"on_long": "drop"}, "on_long: wanted one of truncate, split, quarantine"),
-        ({"look_ahead": 2}, "look_ahead: only 1 is available"),
-        ({"overflow": "defer"}, 'overflow: only "grow" is available'),
+        ({"look_ahead": 0}, "look_ahead: wanted a whole number of at least 1"),
+        ({"look_ahead": 2, "batch": Batch(tokens=8, context=8)}, "look_ahead: 2 goes with a batch in samples only"),
+        ({"overflow": "drop"}, "overflow: wanted one of grow, defer, found 'drop'"),
+        ({"overflow": "defer", "batch": Batch(tokens=8, context=8)}, 'overflow: "defer" goes with a batch in samples only'),
+        ({"overflow": "defer", "look_ahead": 2}, 'overflow: "defer" goes with look_ahead=1'),
         ({"place": ClientPlaceTree(tp=2)}, "place: only data parallelism"),
         ({"journal": "runs/demo"}, "journal: durability across crashes is not available"),
     ],

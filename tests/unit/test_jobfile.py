@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 
 from overlord import jobfile
 from overlord.errors import JobError
-from overlord.job import DRAWS, LABELS, LAYOUTS, MIX_EVERY, ON_LONG, Batch, Job, Source
+from overlord.job import DRAWS, LABELS, LAYOUTS, MIX_EVERY, ON_LONG, WORKERS, Batch, Job, Source
 from overlord.jobfile import read_job, register_function, write_job
 from overlord.placetree import ClientPlaceTree
+from overlord.planner.strategy import STRATEGIES
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
 from overlord.transforms.text import Tokenize
 
 EXAMPLE = """
 name: demo
 sources:
-  - {name: web, path: "web/*.parquet", weight: 0.7, transforms: [{tokenize: {tokenizer: tokenizer.json, text: text}}]}
+  - {name: web, uri: "web/*.parquet", weight: 0.7, transforms: [{tokenize: {tokenizer: tokenizer.json, text: text}}]}
   - name: code
-    path: [/data/a.jsonl, "s3://bucket/code"]
+    uri: [/data/a.jsonl, "s3://bucket/code"]
     weight: 3e-1
     epochs: null
     transforms: [{filter: {fn: clean}}, {meta: {name: stars, column: stars}}, tokens]
@@ -71,7 +72,7 @@ def test_a_file_says_what_python_says(tmp_path: Path):
 
 
 def test_sources_may_be_a_mapping(tmp_path: Path):
-    job = read("{name: x, batch: {tokens: 9, context: 9}, sources: {b: {path: /b}, a: {path: /a, weight: 2}}}", tmp_path)
+    job = read("{name: x, batch: {tokens: 9, context: 9}, sources: {b: {uri: /b}, a: {uri: /a, weight: 2}}}", tmp_path)
     assert job.sources == (Source("b", "/b"), Source("a", "/a", weight=2))
 
 
@@ -80,14 +81,14 @@ def test_paths_are_relative_to_the_file_wherever_one_stands(tmp_path: Path, monk
     (tmp_path / "jobs" / "job.yaml").write_text(EXAMPLE)
     monkeypatch.chdir(tmp_path)
     job = read_job("jobs/job.yaml")
-    assert job.sources[0].path == str(tmp_path / "jobs" / "web/*.parquet")
+    assert job.sources[0].uri == str(tmp_path / "jobs" / "web/*.parquet")
     assert job.sources[0].transforms[0].tokenizer == str(tmp_path / "jobs" / "tokenizer.json")
 
 
 def test_only_what_differs_from_the_defaults_is_written(tmp_path: Path):
     job = Job(name="demo", sources=[Source("web", "/web/*.parquet", transforms=[Tokens()])], batch=Batch(samples=8, context=16))
     assert write_job(job) == (
-        "name: demo\nsources:\n- name: web\n  path: /web/*.parquet\n  transforms:\n  - tokens: {}\nbatch:\n  samples: 8\n  context: 16\n"
+        "name: demo\nsources:\n- name: web\n  uri: /web/*.parquet\n  transforms:\n  - tokens: {}\nbatch:\n  samples: 8\n  context: 16\n"
     )
     assert job.to_yaml() == write_job(job)
 
@@ -96,7 +97,7 @@ def test_relative_paths_are_written_so_that_they_mean_the_same_anywhere(tmp_path
     monkeypatch.chdir(tmp_path)
     job = Job(name="x", sources=[Source("a", ["b/*.arrow", "gs://c/d"])], batch=Batch(samples=1, context=1))
     (tmp_path / "elsewhere").mkdir()
-    assert read(write_job(job), tmp_path / "elsewhere").sources[0].path == (str(tmp_path / "b/*.arrow"), "gs://c/d")
+    assert read(write_job(job), tmp_path / "elsewhere").sources[0].uri == (str(tmp_path / "b/*.arrow"), "gs://c/d")
 
 
 def test_every_problem_of_a_file_comes_at_once_under_its_key(tmp_path: Path):
@@ -104,11 +105,11 @@ def test_every_problem_of_a_file_comes_at_once_under_its_key(tmp_path: Path):
         """
 name: ""
 sources:
-  - {name: a, path: x, weigth: 2, transforms: [{tokenise: {}}, {tokenize: {text: 5}}, {select: []}]}
-  - {name: b, weight: -1, path: 7}
-  - {name: c, path: x, weight: .nan, epochs: 0, transforms: tokens}
+  - {name: a, uri: x, weigth: 2, transforms: [{tokenise: {}}, {tokenize: {text: 5}}, {select: []}]}
+  - {name: b, weight: -1, uri: 7}
+  - {name: c, uri: x, weight: .nan, epochs: 0, transforms: tokens}
   - 12
-  - {name: b, path: y}
+  - {name: b, uri: y}
 batch: {samples: 0, contxt: 9}
 place: {dp: 0, order: [dp]}
 mixture: {a: 1, q: 2}
@@ -125,7 +126,7 @@ seed: 1.5
         "sources[0].transforms[1].tokenize.tokenizer: missing",
         "sources[0].transforms[1].tokenize.text: wanted a name, found 5",
         "sources[0].transforms[2].select.columns: wanted at least one",
-        "sources[1].path: wanted a path or a list of paths, found 7",
+        "sources[1].uri: wanted a path or a list of paths, found 7",
         "sources[1].weight: wanted a finite number of at least 0, found -1",
         "sources[2].transforms: wanted a list, found 'tokens'",
         "sources[2].weight: wanted a finite number of at least 0, found nan",
@@ -146,7 +147,27 @@ seed: 1.5
 
 def test_what_must_be_there_is_named(tmp_path: Path):
     assert problems("seed: 3", tmp_path) == ["name: missing", "sources: missing", "batch: missing"]
-    assert problems("{name: x, batch: {samples: 1, context: 1}, sources: {a: {weight: 1}}}", tmp_path) == ["sources.a.path: missing"]
+    assert problems("{name: x, batch: {samples: 1, context: 1}, sources: {a: {weight: 1}}}", tmp_path) == ["sources.a.uri: missing"]
+
+
+def test_the_files_of_a_source_stand_under_uri(tmp_path: Path):
+    head = "{name: x, batch: {samples: 1, context: 1}, sources: {a: {%s}}}"
+    assert problems(head % "path: /x", tmp_path) == ["sources.a.path: unknown; did you mean 'uri'?"]
+    assert problems(head % "path: 7, weigth: 1", tmp_path) == [
+        "sources.a.path: unknown; did you mean 'uri'?", "sources.a.uri: wanted a path or a list of paths, found 7",
+        "sources.a.weigth: unknown; did you mean 'weight'?",
+    ]  # fmt: skip
+    assert problems(head % "path: /x, uri: /y", tmp_path) == ["sources.a.path: unknown; did you mean 'uri'?"]
+
+
+def test_a_file_may_say_where_transforms_run_and_not_yet_what_is_deferred(tmp_path: Path):
+    head = "{name: x, batch: {samples: 1, context: 1}, sources: {a: {uri: /x, %s}}}"
+    job = read(head % "workers: processes, deferred: []", tmp_path)
+    assert job.sources == (Source("a", "/x", workers="processes"),)
+    assert read(write_job(job), tmp_path) == job
+    (deferred,) = problems(head % "deferred: [tokens]", tmp_path)
+    assert deferred.startswith("sources.a.deferred: deferred transforms are not available in this version")
+    assert problems(head % "workers: 4", tmp_path) == ["sources.a.workers: wanted one of threads, processes, found 4"]
 
 
 @pytest.mark.parametrize(
@@ -183,13 +204,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
 
 def test_words_are_words_and_numbers_numbers(tmp_path: Path):
     job = read(
-        "{name: no, batch: {samples: 1, context: 1}, sources: [{name: 2024-01-01, path: /x, weight: 1e-3}, {name: on, path: /x}]}", tmp_path
+        "{name: no, batch: {samples: 1, context: 1}, sources: [{name: 2024-01-01, uri: /x, weight: 1e-3}, {name: on, uri: /x}]}", tmp_path
     )
     assert (job.name, job.names, job.sources[0].weight) == ("no", ("2024-01-01", "on"), 0.001)
 
 
 def test_functions_come_from_the_registry_only(tmp_path: Path):
-    head = "{name: x, batch: {samples: 1, context: 1}, sources: {a: {path: /x, transforms: [%s]}}}"
+    head = "{name: x, batch: {samples: 1, context: 1}, sources: {a: {uri: /x, transforms: [%s]}}}"
     assert problems(head % "{map: {fn: os.getcwd}}", tmp_path) == [
         "sources.a.transforms[0].map.fn: no function is registered as 'os.getcwd' (known: clean, random row); "
         "call ov.register_function before the file is read; on the command line, in a module named by --import"
@@ -246,7 +267,7 @@ transforms = st.one_of(
 sources = st.builds(
     Source, names, some_paths | st.lists(some_paths, min_size=1, max_size=3, unique=True),
     transforms=st.lists(transforms, max_size=3), weight=weights, format=st.none() | names,
-    epochs=st.none() | st.integers(1, 9), shuffle=st.booleans(), max_bad=st.integers(1, 999),
+    epochs=st.none() | st.integers(1, 9), shuffle=st.booleans(), max_bad=st.integers(1, 999), workers=st.sampled_from(WORKERS),
 )  # fmt: skip
 shape = {
     "microbatches": st.integers(1, 9),
@@ -259,7 +280,8 @@ batches = st.builds(Batch, samples=st.integers(1, 10**6), **shape)
 places = st.builds(ClientPlaceTree, dp=st.integers(1, 64), order=st.permutations(("pp", "dp", "cp", "tp")))
 jobs = st.builds(
     Job, name=names, sources=st.lists(sources, min_size=1, max_size=4, unique_by=lambda s: s.name), batch=batches, place=places,
-    strategy=names, seed=st.integers(0, 2**70), until=st.sampled_from(["all", "first"]) | st.integers(1, 99), draw=st.sampled_from(DRAWS),
+    strategy=st.sampled_from(sorted(STRATEGIES)), seed=st.integers(0, 2**70),
+    until=st.sampled_from(["all", "first"]) | st.integers(1, 99), draw=st.sampled_from(DRAWS),
     mix_every=st.sampled_from(MIX_EVERY), on_long=st.sampled_from(ON_LONG), slice_rows=st.integers(1, 999),
 )  # fmt: skip
 law = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -282,7 +304,7 @@ anything = st.recursive(
 
 WHOLE = """
 {name: x, place: {dp: 1, order: [pp, dp, cp, tp]}, batch: {samples: 1, context: 1}, mixture: {a: 1}, seed: 0, strategy: packed, sources: [
-  {name: a, path: /x, weight: 1, format: null, transforms: [
+  {name: a, uri: /x, weight: 1, format: null, transforms: [
     {tokenize: {tokenizer: t, bos: 1}}, {map: {fn: clean}}, {meta: {name: n, column: m}}, {select: [a]}, {tokens: {column: c}}]}]}
 """
 

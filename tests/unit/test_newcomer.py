@@ -40,7 +40,7 @@ def overlord(*args: str | Path) -> Result:
 def test_inspect_names_the_columns_that_lines_and_shards_have_when_the_wanted_one_is_misspelled(
     format: str, tokenizer: str, tmp_path: Path
 ) -> None:
-    source = {"path": write_rows(tmp_path / "web", format, TEXTS), "transforms": [{"tokenize": {"tokenizer": tokenizer, "text": "txt"}}]}
+    source = {"uri": write_rows(tmp_path / "web", format, TEXTS), "transforms": [{"tokenize": {"tokenizer": tokenizer, "text": "txt"}}]}
     result = overlord("inspect", job_file(tmp_path, {"web": source}))
     assert result.exit_code == 1
     found = "__key__, id, text" if format == "tar" else "id, text"
@@ -49,7 +49,7 @@ def test_inspect_names_the_columns_that_lines_and_shards_have_when_the_wanted_on
 
 
 def test_inspect_lists_all_columns_of_a_source_that_is_well(tokenizer: str, tmp_path: Path) -> None:
-    source = {"path": write_rows(tmp_path / "web", "jsonl", TEXTS), "transforms": [{"tokenize": {"tokenizer": tokenizer}}]}
+    source = {"uri": write_rows(tmp_path / "web", "jsonl", TEXTS), "transforms": [{"tokenize": {"tokenizer": tokenizer}}]}
     result = overlord("inspect", job_file(tmp_path, {"web": source}))
     assert result.exit_code == 0, result.output
     assert "columns id: int64, text: string" in result.stdout
@@ -58,7 +58,7 @@ def test_inspect_lists_all_columns_of_a_source_that_is_well(tokenizer: str, tmp_
 @pytest.mark.parametrize("on_long", ["truncate", "split", "quarantine"])
 def test_inspect_says_how_many_samples_the_context_is_too_short_for(on_long: str, tmp_path: Path) -> None:
     rows = [{"tokens": [1] * n} for n in (3, 5, 90, 70, 64)]
-    source = {"path": write_rows(tmp_path / "web", "parquet", rows), "transforms": ["tokens"]}
+    source = {"uri": write_rows(tmp_path / "web", "parquet", rows), "transforms": ["tokens"]}
     shown = overlord("inspect", job_file(tmp_path, {"web": source}, on_long=on_long)).stdout
     assert f"2 longer than the context (on_long: {on_long})" in shown
     if on_long == "quarantine":
@@ -99,7 +99,7 @@ def test_a_tilde_is_the_home_directory_in_python_and_in_a_file(tokenizer: str, t
     _, files = Files.resolve("~/data/*.jsonl", source="web")
     assert [f.path for f in files] == [str(tmp_path / "data" / "part-00000.jsonl")]
     (tmp_path / "jobs").mkdir()
-    source = {"path": "~/data/*.jsonl", "transforms": [{"tokenize": {"tokenizer": "~/tokenizer.json"}}]}
+    source = {"uri": "~/data/*.jsonl", "epochs": 1, "transforms": [{"tokenize": {"tokenizer": "~/tokenizer.json"}}]}
     result = overlord("run", job_file(tmp_path / "jobs", {"web": source}))
     assert result.exit_code == 0, result.output
     assert ov.Tokenize("~/tokenizer.json").tokenizer == str(tmp_path / "tokenizer.json")
@@ -125,14 +125,14 @@ def test_a_broken_file_is_told_by_line_and_column(tmp_path: Path) -> None:
     ("kind", "field"), [("filter", "fn"), ("map", "fn"), ("tokenize", "tokenizer"), ("tokens", "column"), ("meta", "name")]
 )
 def test_a_transform_without_the_name_of_its_field_is_shown_how_it_is_written(kind: str, field: str, tmp_path: Path) -> None:
-    path = job_file(tmp_path, {"web": {"path": "x.jsonl", "transforms": [{kind: "mine"}]}})
+    path = job_file(tmp_path, {"web": {"uri": "x.jsonl", "transforms": [{kind: "mine"}]}})
     with pytest.raises(JobError) as caught:
         ov.Job.from_yaml(path)
     assert f"sources.web.transforms[0].{kind}: wanted its fields, as in {{{field}: ...}}, found 'mine'" in caught.value.problems
 
 
 def test_a_job_of_one_source_that_never_ends_is_told_in_good_grammar(tmp_path: Path) -> None:
-    source = {"path": "x.jsonl", "epochs": None}
+    source = {"uri": "x.jsonl"}
     assert "since web repeats for ever;" in overlord("run", job_file(tmp_path, {"web": source})).stderr
     many = {f"s{k}": source for k in range(9)}
     assert "since s0, s1, s2, s3, s4 and others repeat for ever;" in overlord("run", job_file(tmp_path, many)).stderr
@@ -140,7 +140,7 @@ def test_a_job_of_one_source_that_never_ends_is_told_in_good_grammar(tmp_path: P
 
 def test_a_plan_of_many_sources_names_the_largest_and_counts_the_others(tmp_path: Path) -> None:
     sources = {
-        f"s{k:02d}": {"path": write_rows(tmp_path / f"{k}", "jsonl", [{"tokens": [1, 2]}] * 40, files=1), "weight": 3 if k >= 16 else 1}
+        f"s{k:02d}": {"uri": write_rows(tmp_path / f"{k}", "jsonl", [{"tokens": [1, 2]}] * 40, files=1), "weight": 3 if k >= 16 else 1}
         for k in range(40)
     }
     shown = overlord("plan", job_file(tmp_path, sources, batch={"samples": 88, "context": 64}), "--step", "0").stdout
@@ -155,7 +155,7 @@ def test_what_the_demonstration_says_to_type_next_can_be_typed() -> None:
 
 
 def test_a_terminal_that_knows_no_bars_still_gets_its_table(tmp_path: Path) -> None:
-    source = {"path": write_rows(tmp_path / "web", "jsonl", [{"tokens": [1, 2]}] * 40, files=1)}
+    source = {"uri": write_rows(tmp_path / "web", "jsonl", [{"tokens": [1, 2]}] * 40, files=1)}
     command = [sys.executable, "-m", "overlord.cli", "plan", str(job_file(tmp_path, {"web": source})), "--step", "0"]
     done = subprocess.run(command, env={**ENV, "PYTHONIOENCODING": "latin-1"}, capture_output=True)
     assert done.returncode == 0, done.stderr

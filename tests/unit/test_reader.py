@@ -13,7 +13,10 @@ from tests.corpus import write_rows
 
 def readers(path: str, transform: object, **fields: object) -> Blueprint:
     job = ov.Job(
-        name="t", sources=[ov.Source("s", path, transforms=[transform], shuffle=False)], batch=ov.Batch(samples=4, context=64), **fields
+        name="t",
+        sources=[ov.Source("s", path, transforms=[transform], shuffle=False, epochs=1)],
+        batch=ov.Batch(samples=4, context=64),
+        **fields,
     )  # type: ignore[arg-type]
     return Blueprint(job, Options())
 
@@ -36,7 +39,7 @@ def test_slices_that_disagree_on_a_type_spoil_only_their_own_rows(tmp_path: Path
     for name, texts in (("a", ["one", "two"]), ("b", [1, 2]), ("c", ["three"])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     job = ov.Job(
-        name="t", sources=[ov.Source("s", str(tmp_path / "*.jsonl"), transforms=[ov.Tokenize(tokenizer, text="text")])],
+        name="t", sources=[ov.Source("s", str(tmp_path / "*.jsonl"), transforms=[ov.Tokenize(tokenizer, text="text")], epochs=1)],
         batch=ov.Batch(samples=3, context=64), seed=1,
     )  # fmt: skip
     for loaders in (1, 2, 3):

@@ -34,7 +34,7 @@ def job(sources: list[Source], **fields: Any) -> Job:
 def source(name: str, rows: int | list[Any], **fields: Any) -> Source:
     """A map-style source; a number stands for that many rows of one token each."""
     data = [{"tokens": tokens} for tokens in ([[i] for i in range(rows)] if isinstance(rows, int) else rows)]
-    return Source(name, data_set(data), **({"transforms": [Tokens()], "shuffle": False} | fields))
+    return Source(name, data_set(data), **({"transforms": [Tokens()], "shuffle": False, "epochs": 1} | fields))
 
 
 class data_set:  # noqa: N801  a map-style dataset, and no list: a list of paths is something else
@@ -265,7 +265,8 @@ def test_transforms_see_one_slice_at_a_time_as_columns():
         return {"tokens": [[2 * n, 1] for n in columns["n"]], "n": columns["n"]}
 
     odd = Filter(lambda columns: columns["n"] % 2 == 1)
-    numbers = Source("a", data_set([{"n": n, "x": "y"} for n in range(5)]), shuffle=False, transforms=[Select("n"), Map(double), odd])
+    rows = data_set([{"n": n, "x": "y"} for n in range(5)])
+    numbers = Source("a", rows, shuffle=False, epochs=1, transforms=[Select("n"), Map(double), odd])
     assert tokens(reference_stream(job([numbers], samples=9, slice_rows=2))) == [[2, 1], [6, 1]]
     assert seen == [[0, 1], [2, 3], [4]]
 
@@ -274,13 +275,14 @@ def test_a_function_that_fails_on_a_slice_is_tried_row_by_row():
     bad: list[Any] = []
     inverse = Map(lambda row: {"tokens": [12 // row["n"]]}, rows=True)
     rows = [{"n": 3}, {"n": 0}, {"n": 4}, ValueError("unreadable")]
-    assert tokens(reference_stream(job([Source("a", data_set(rows), shuffle=False, transforms=[inverse])], samples=9), bad)) == [[4], [3]]
+    source = Source("a", data_set(rows), shuffle=False, epochs=1, transforms=[inverse])
+    assert tokens(reference_stream(job([source], samples=9), bad)) == [[4], [3]]
     assert bad == [("a", 0, 0, 1), ("a", 0, 0, 3)]
 
 
 def test_a_factory_has_a_chunk_and_a_file_per_shard():
     factory = SimpleNamespace(fn=lambda shard: ({"tokens": [10 * shard + i]} for i in range(2)), shards=2)
-    shards = Source("a", factory, shuffle=False, transforms=[Tokens()])
+    shards = Source("a", factory, shuffle=False, epochs=1, transforms=[Tokens()])
     (step,) = reference_stream(job([shards], samples=9))
     assert step == [(("a", 0, f, r, 0), [10 * f + r]) for f in range(2) for r in range(2)]
 
@@ -293,7 +295,7 @@ def lines(rows: list[Any]) -> bytes:
 
 
 def ids_and_tokens(path: Any, **fields: Any) -> list[tuple[int, int, list[int]]]:
-    files = Source("a", path, shuffle=False, transforms=[Tokens()])
+    files = Source("a", path, shuffle=False, epochs=1, transforms=[Tokens()])
     return [(file, row, ids) for step in reference_stream(job([files], samples=99, **fields)) for (_, _, file, row, _), ids in step]
 
 
@@ -307,7 +309,7 @@ def test_lines_are_named_by_their_offset_whatever_the_compression(tmp_path: Path
 
 def test_plain_lines_belong_to_the_byte_range_of_their_first_byte(tmp_path: Path):
     (tmp_path / "a.jsonl").write_bytes(lines([{"tokens": [i]} for i in range(4)]))  # 16 bytes each
-    files = Source("a", str(tmp_path), transforms=[Tokens()])
+    files = Source("a", str(tmp_path), epochs=1, transforms=[Tokens()])
     chunks = sorted(range(3), key=lambda c: keyed_hash(key64("chunks", 0, "a", 0), c))  # bytes 0-23, 24-47, 48-63
     rows = {0: [0, 16], 1: [32], 2: [48]}
     (step,) = reference_stream(job([files], samples=9, chunk_bytes=24, shuffle_chunks=1))
@@ -334,7 +336,7 @@ def test_tar_samples_are_named_by_the_offset_of_their_first_header(tmp_path: Pat
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     text = Map(lambda row: {"tokens": list(row["txt"]), "key": row["__key__"]}, rows=True)
-    (step,) = reference_stream(job([Source("a", str(tmp_path), shuffle=False, transforms=[text])], samples=9))
+    (step,) = reference_stream(job([Source("a", str(tmp_path), shuffle=False, epochs=1, transforms=[text])], samples=9))
     assert step == [(("a", 0, 0, 0, 0), list(b"hello")), (("a", 0, 0, 2048, 0), list(b"world"))]
 
 
@@ -342,7 +344,7 @@ def test_an_empty_file_is_one_unreadable_row(tmp_path: Path):
     (tmp_path / "a.jsonl").write_bytes(b"")
     (tmp_path / "b.jsonl").write_bytes(lines([{"tokens": [1]}]))
     bad: list[Any] = []
-    files = Source("a", str(tmp_path / "*.jsonl"), shuffle=False, transforms=[Tokens()])
+    files = Source("a", str(tmp_path / "*.jsonl"), shuffle=False, epochs=1, transforms=[Tokens()])
     assert names(reference_stream(job([files], samples=2), bad)) == ["a0"]
     assert bad == [("a", 0, 0, 0)]
 
@@ -355,5 +357,5 @@ def test_text_is_tokenized_one_row_at_a_time(tmp_path: Path):
     tokenizer.enable_padding()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     rows = data_set([{"text": "a b"}, {"text": None}, {"text": "b"}])
-    texts = Source("a", rows, shuffle=False, transforms=[Tokenize(tmp_path / "tokenizer.json", bos="<s>", eos=9)])
+    texts = Source("a", rows, shuffle=False, epochs=1, transforms=[Tokenize(tmp_path / "tokenizer.json", bos="<s>", eos=9)])
     assert tokens(reference_stream(job([texts], samples=9))) == [[0, 1, 2, 9], [0, 2, 9]]

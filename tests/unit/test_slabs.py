@@ -149,7 +149,7 @@ def test_arrays_a_trainer_keeps_are_never_overwritten() -> None:
     torch = pytest.importorskip("torch")
     rows = Rows([{"tokens": [k % 30000] * (1 + k % 40)} for k in range(3000)])
     job = ov.Job(
-        name="kept", sources=[ov.Source("a", rows, transforms=[ov.Tokens("tokens")])],
+        name="kept", sources=[ov.Source("a", rows, transforms=[ov.Tokens("tokens")], epochs=1)],
         batch=ov.Batch(samples=24, context=256, microbatches=2), place=ov.ClientPlaceTree(dp=2),
     )  # fmt: skip
     kept: list[tuple[Any, np.ndarray]] = []

@@ -68,7 +68,7 @@ def make_corpus(out: Path, shape: Shape, say: Say) -> bool:
 def make_job(out: Path, shape: Shape) -> Job:
     sources = [
         Source(
-            kind.name, str(out / "corpus" / kind.name / f"*.{kind.format}"), weight=kind.weight, epochs=None,
+            kind.name, str(out / "corpus" / kind.name / f"*.{kind.format}"), weight=kind.weight,
             transforms=[Tokenize(str(out / "tokenizer.json"), text=kind.column, eos=END)],
         )
         for kind in KINDS

@@ -76,7 +76,7 @@ def _measure(job: Job, steps: int, console: Console, command: str, compute_s: fl
     with ov.launch(job) as session:
         changed_at = session.set_mixture(later_mixture(), at=steps // 2) if steps >= 4 else None
         with _showing(console, steps) as show:
-            for taken in watch(session, range(job.place.world), steps):
+            for taken in watch(session, range(job.place.world_size), steps):
                 meter.add(taken)
                 plans.append(taken.plan)
                 show(taken, meter)
@@ -85,7 +85,7 @@ def _measure(job: Job, steps: int, console: Console, command: str, compute_s: fl
         seen = session.metrics()["sources"]
     wanted, realised = mixes(plans)
     return Figures(
-        command=command, names=job.names, ranks=job.place.world, samples=int(job.batch.samples or 0), context=job.batch.context,
+        command=command, names=job.names, ranks=job.place.world_size, samples=int(job.batch.samples or 0), context=job.batch.context,
         changed_at=changed_at, lengths=lengths_by_source(plans), wanted=wanted, realised=realised,
         bound=np.array([plan.imbalance()["bound"] for plan in plans]), compared=compare(plans, job),
         quarantined={name: int(seen[name]["quarantined"]) for name in job.names}, tokens=meter.tokens, tokens_per_s=meter.tokens_per_s,

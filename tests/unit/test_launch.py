@@ -1,0 +1,257 @@
+"""What can be asked of ``launch`` and of sources: options that are refused in words, worker processes, rows from objects."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import overlord as ov
+from overlord.errors import JobError, OverlordError, StateMismatch
+from tests.worlds import Rows
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def source(name: str = "web", n: int = 40, **fields: Any) -> ov.Source:
+    rows = Rows([{"tokens": [1 + k] * (1 + k % 5)} for k in range(n)])
+    return ov.Source(name, rows, **{"transforms": [ov.Tokens()], "epochs": 1, **fields})
+
+
+def job(*sources: ov.Source, **fields: Any) -> ov.Job:
+    fields = {"name": "asked", "sources": sources or (source(),), "batch": ov.Batch(samples=8, context=64), "slice_rows": 8, **fields}
+    return ov.Job(**fields)
+
+
+def problems(call: Callable[[], Any]) -> list[str]:
+    with pytest.raises(JobError) as caught:
+        call()
+    return caught.value.problems
+
+
+def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes]]]]:
+    with ov.launch(made, check=True, stall_limit_s=20, **options) as session:
+        return [(step.plan_digest, [{k: v.tobytes() for k, v in mb.items()} for mb in step]) for step in session.client(0)]
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"partition": "auto"}, "partition: 'auto' is not available in this version; every source has one loader"),
+        ({"autoscale": True}, "autoscale: True is not available in this version"),
+        ({"shadows": "heavy"}, "shadows: 'heavy' is not available in this version"),
+        ({"constructors": False}, "constructors: False is not available in this version"),
+        ({"constructors": 1}, "constructors: 1 is not available in this version"),
+        ({"sources_per_host": 25}, "sources_per_host: 25 is not available in this version"),
+        ({"runtime": "process"}, "runtime: 'process' is not available in this version"),
+        ({"runtime": "ray"}, "runtime: 'ray' is not available in this version"),
+        ({"runtime": "cloud"}, "runtime: wanted 'local', found 'cloud'"),
+        ({"resume": "auto"}, "resume: 'auto' needs a journal, which is not available in this version"),
+        ({"resume": "st.json"}, "read the file first: resume=json.loads(Path('st.json').read_text())"),
+        ({"resume": Path("st.json")}, "resume: wanted a state, found 'st.json'"),
+        ({"resume": [1]}, "resume: wanted a state as state_dict() gives it, found list"),
+        ({"allow": "seed"}, "allow: wanted a tuple of parts of the fingerprint, as in ('seed',), found 'seed'"),
+        ({"allow": 3}, "allow: wanted a tuple"),
+        ({"loaders": 3}, "loaders: wanted a number for each source by name, as in {'web': 3}, found 3"),
+        ({"loaders": {"web": "3"}}, "loaders: wanted a whole number of at least 1 for 'web', found '3'"),
+        ({"loaders": {"web": True}}, "loaders: wanted a whole number of at least 1 for 'web', found True"),
+        ({"loaders": {"wep": 3}}, "loaders: unknown source 'wep'; did you mean 'web'?"),
+        ({"prefetch": True}, "prefetch: wanted a whole number of at least 1, found True"),
+        ({"workers": "2"}, "workers: wanted a whole number of at least 1, found '2'"),
+        ({"cache_dir": 5}, "cache_dir: wanted a directory, found 5"),
+        ({"progress": 5}, "progress: wanted a function"),
+        ({"prefech": 3}, "unknown option 'prefech'; did you mean 'prefetch'?"),
+    ],
+)
+def test_what_launch_cannot_do_is_refused_in_words(options: dict[str, Any], says: str) -> None:
+    (found,) = problems(lambda: ov.launch(job(), **options))
+    assert says in found
+
+
+def test_all_options_that_cannot_be_are_told_at_once() -> None:
+    assert len(problems(lambda: ov.launch(job(), shadows="all", autoscale=True, loaders=3, prefetch=0))) == 4
+
+
+def test_options_may_say_what_is_done_anyway() -> None:
+    said = {"partition": None, "autoscale": False, "shadows": "none", "constructors": True, "sources_per_host": None}
+    assert stream(job(), **said) == stream(job())
+
+
+def test_what_comes_behind_resume_has_a_name() -> None:
+    kinds = {name: p.kind for name, p in inspect.signature(ov.launch).parameters.items()}
+    assert list(kinds)[:3] == ["job", "runtime", "resume"]
+    assert kinds["allow"] is inspect.Parameter.KEYWORD_ONLY
+
+
+@pytest.mark.parametrize("call", [lambda s: s.reshard(ov.ClientPlaceTree(dp=2)), lambda s: s.kill("planner"), lambda s: s.serve()])
+def test_methods_that_are_still_to_come_say_what_to_do_instead(call: Callable[[ov.Session], Any]) -> None:
+    with ov.launch(job()) as session:
+        with pytest.raises(OverlordError, match="is not available in this version; "):
+            call(session)
+        assert next(session.client(0)).step == 0  # and nothing is lost by asking
+
+
+@pytest.mark.parametrize("name", ["join", "connect"])
+def test_functions_that_are_still_to_come_are_absent_with_a_reason(name: str) -> None:
+    assert not hasattr(ov, name)
+    with pytest.raises(AttributeError, match=f"overlord.{name} is not available in this version"):
+        getattr(ov, name)
+
+
+# Worker processes
+
+
+def mark(row: dict[str, Any]) -> dict[str, Any]:
+    return {"tokens": [*row["tokens"], 7]}
+
+
+def pids(row: dict[str, Any]) -> dict[str, Any]:
+    return {"tokens": [os.getpid()]}
+
+
+def refuse_odd(row: dict[str, Any]) -> dict[str, Any]:
+    if len(row["tokens"]) % 2:
+        raise ValueError("odd")
+    return row
+
+
+@pytest.mark.parametrize("transforms", [[ov.Tokens()], [ov.Map(mark, rows=True)], [ov.Map(refuse_odd, rows=True), ov.Tokens()]])
+def test_worker_processes_give_the_stream_of_threads_byte_for_byte(transforms: list[Any]) -> None:
+    threads, processes = (job(source(transforms=transforms, workers=w), source("code", 25)) for w in ("threads", "processes"))
+    assert stream(processes, loaders={"web": 2}) == stream(threads)
+
+
+def test_a_source_says_by_itself_that_its_transforms_run_in_another_process() -> None:
+    made = job(source(transforms=[ov.Map(pids, rows=True)], workers="processes"), source("code", transforms=[ov.Map(pids, rows=True)]))
+    ran: dict[str, set[int]] = {"web": set(), "code": set()}
+    with ov.launch(made, stall_limit_s=20) as session:
+        for step in session.client(0):
+            for mb in step:
+                for piece in mb.samples:
+                    ran[piece.sample.source].add(int(mb["tokens"][piece.offset]))
+        actors = session.metrics()["actors"]
+    [worker] = [a for a in actors if a["role"] == "worker"]
+    assert worker == {"name": "worker/web/0", "role": "worker", "pid": worker["pid"], "state": "running"}
+    assert ran == {"web": {worker["pid"]}, "code": {os.getpid()}}
+    assert worker["pid"] != os.getpid()
+    with pytest.raises(ProcessLookupError):  # and it is gone with the session
+        os.kill(worker["pid"], 0)
+
+
+def test_where_transforms_run_is_no_part_of_the_fingerprint() -> None:
+    with ov.launch(job(), stall_limit_s=20) as session:
+        client = session.client(0)
+        next(client)
+        state = client.state_dict()
+        rest = [step.plan_digest for step in client]
+    other = job(source(workers="processes"))
+    with ov.launch(other, resume=state, stall_limit_s=20) as session:
+        assert session.state_dict()["fingerprint"] == state["fingerprint"]
+        assert [step.plan_digest for step in session.client(0)] == rest
+    with pytest.raises(StateMismatch, match="reading"):  # unlike how often a source is read
+        ov.launch(job(source(epochs=2)), resume=state)
+
+
+def test_every_actor_is_listed_with_its_name_role_process_and_state() -> None:
+    made = job(source(), source("code", workers="processes"), place=ov.ClientPlaceTree(dp=2))
+    with ov.launch(made, loaders={"web": 2}, stall_limit_s=20) as session:
+        session.client(1)
+        actors = session.metrics()["actors"]
+    assert {tuple(sorted(a)) for a in actors} == {("name", "pid", "role", "state")}
+    assert [(a["name"], a["role"]) for a in actors] == [
+        ("planner", "planner"), ("loader/web/0", "loader"), ("loader/web/1", "loader"), ("loader/code/2", "loader"),
+        ("constructor/0", "constructor"), ("constructor/1", "constructor"), ("client/1", "client"), ("worker/code/2", "worker"),
+    ]  # fmt: skip
+    assert {a["pid"] for a in actors if a["role"] != "worker"} == {os.getpid()}
+    assert json.dumps(actors)
+
+
+# Sources
+
+
+def test_a_source_has_the_fields_and_defaults_of_the_interface() -> None:
+    parameters = inspect.signature(ov.Source).parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert [n for n in parameters if n not in defaults] == ["name", "uri"]
+    assert defaults == {
+        "format": None, "transforms": (), "deferred": (), "weight": 1.0, "shuffle": True, "epochs": None, "max_bad": 100,
+        "workers": "threads", "max_sample_bytes": 2**26,
+    }  # fmt: skip
+
+
+def test_a_source_repeats_for_ever_unless_it_is_told_otherwise() -> None:
+    endless = replace(source(n=10), epochs=ov.Source("x", "x").epochs)
+    with ov.launch(job(endless), stall_limit_s=20) as session:
+        client = session.client(0)
+        steps = [next(client) for _ in range(10)]
+    assert {piece.sample.epoch for step in steps for mb in step for piece in mb.samples} == set(range(8))
+
+
+@pytest.mark.parametrize("deferred", [[ov.Tokens()], "decode", None])
+def test_deferred_transforms_are_refused_and_no_deferred_transforms_are_not(deferred: Any) -> None:
+    assert ov.Source("web", "x", deferred=[]).deferred == ()
+    (found,) = problems(lambda: ov.Source("web", "x", deferred=deferred))
+    assert found.startswith("source 'web'.deferred: deferred transforms are not available in this version")
+
+
+def test_workers_are_threads_or_processes() -> None:
+    assert problems(lambda: ov.Source("web", "x", workers=4)) == ["source 'web'.workers: wanted one of threads, processes, found 4"]
+
+
+DATA = [{"tokens": [1 + k] * (1 + k % 5)} for k in range(40)]
+
+
+@pytest.mark.parametrize("dataset", [DATA, tuple(DATA), Rows(DATA)], ids=["list", "tuple", "object"])
+def test_a_source_from_a_dataset_gives_its_rows(dataset: Any) -> None:
+    made = ov.Source.from_dataset("web", dataset, transforms=[ov.Tokens()], epochs=1, weight=2)
+    assert (made.name, made.weight) == ("web", 2)
+    assert stream(job(made)) == stream(job(source()))
+
+
+@pytest.mark.parametrize("dataset", ["web/*.parquet", {"a": 1}, iter(DATA), Rows, None])
+def test_what_is_no_dataset_is_told_where_it_goes_in(dataset: Any) -> None:
+    (found,) = problems(lambda: ov.Source.from_dataset("web", dataset))
+    assert "from_dataset: wanted an object with __len__ and __getitem__" in found
+    assert "Source.from_factory" in found
+
+
+def test_a_list_of_rows_is_no_list_of_files_and_is_told_so() -> None:
+    (found,) = problems(lambda: ov.Source("web", DATA))
+    assert found.endswith("rows go in by Source.from_dataset")
+
+
+def one(shard: int) -> Iterator[dict[str, Any]]:
+    return iter(DATA)
+
+
+def whole() -> Iterator[dict[str, Any]]:
+    return iter(DATA)
+
+
+@pytest.mark.parametrize("fn", [one, whole, lambda *shards: iter(DATA)])
+def test_a_source_from_a_factory_gives_its_rows_in_every_epoch(fn: Callable[..., Any]) -> None:
+    made = ov.Source.from_factory("web", fn, fingerprint="1", transforms=[ov.Tokens()], epochs=2, shuffle=False)
+    assert (made.uri.shards, made.uri.fingerprint) == (1, "1")
+    assert stream(job(made)) == stream(job(source(epochs=2, shuffle=False)))
+
+
+def test_a_factory_of_several_shards_needs_to_know_which() -> None:
+    assert ov.Source.from_factory("web", one, shards=3).uri == ov.Factory(one, shards=3)
+    (found,) = problems(lambda: ov.Source.from_factory("web", whole, shards=3))
+    assert "wanted a function of a shard's number, since there are 3 shards" in found
+
+
+def test_a_job_names_its_fields_in_the_order_of_the_interface() -> None:
+    assert list(inspect.signature(ov.Job).parameters) == [
+        "name", "sources", "place", "batch", "mixture", "strategy", "seed", "journal", "until", "draw", "mix_every", "look_ahead",
+        "max_age", "overflow", "shuffle_chunks", "slice_rows", "chunk_bytes", "feedback_lag", "on_long", "hooks",
+    ]  # fmt: skip
