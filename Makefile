@@ -25,6 +25,8 @@ unit: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/balance.py
+	$(BIN)/python benchmarks/endtoend_model.py
 	$(BIN)/python benchmarks/throughput.py
 
 $(BIN)/python:

@@ -95,7 +95,8 @@ def run(extent: Extent, console: Console) -> Found:
 def sections(found: Found) -> list[tuple[str, str, list[str], list[list[str]]]]:
     """(title, what it shows, head, rows) of every table."""
     grid = found.grid
-    across = f"Cells: {' / '.join(f'{r:,}' for r in grid.ranks)} ranks, mean over the seeds."
+    cells = f"Cells: {' / '.join(f'{r:,}' for r in grid.ranks)} ranks"
+    across = f"{cells}, mean over the seeds."
     made = [
         ("Ranks meet once a step", f"Slowest over mean rank; for our methods percent above the bound. {across}", *iteration_table(grid)),
         ("Ranks meet after every microbatch", f"Sum of the slowest rank of every microbatch over the mean rank. {across}",
@@ -109,7 +110,7 @@ def sections(found: Found) -> list[tuple[str, str, list[str], list[list[str]]]]:
             shows = f"`{target.method}`: {target.name}. The worst seed of each cell; bold: missed."
             made.append((f"Target: {target.name}", shows, *verdict_table(grid, verdicts)))
     shows = "Points of the mean rank that grouping costs `greedy`, ranks meeting once a step. The worst seed of each cell; bold: missed."
-    made.append((f"Target: group_size, at most {GROUPING_POINTS} points", f"{shows} {across}", *grouping_table(grid)))
+    made.append((f"Target: group_size, at most {GROUPING_POINTS} points", f"{shows} {cells}.", *grouping_table(grid)))
     return [*made, *_other_sections(found)]
 
 

@@ -139,6 +139,10 @@ class Mixer:
         if given is None:
             given = {source.name: source.weight for source in self.job.sources}
         own = {s.name: s.weight for s in self.job.sources if s.name in self.joins}
+        if callable(self.mixture) and own:
+            first = [s for s in self.job.sources if s.name not in own]
+            said, total = sum(given.get(s.name, 0.0) for s in first), sum(s.weight for s in first)
+            own = {n: w * (said / total) if said and total else w for n, w in own.items()}
         given = {n: w for n, w in {**own, **given}.items() if self.joins.get(n, 0) <= step}
         return whole([given.get(s.name, 0) if on else 0 for s, on in zip(self.job.sources, self.active, strict=True)])
 
@@ -239,7 +243,8 @@ def averaged(ranks: dict[int, dict[str, float]]) -> dict[str, float]:
         if kind == "tokens" and source:
             out[name] = fsum(values)
         elif source and None not in tokens and any(tokens):
-            out[name] = fsum(v * t for v, t in zip(values, tokens, strict=True)) / fsum(tokens)
+            shares = [t / max(tokens) for t in tokens]
+            out[name] = fsum(v * t for v, t in zip(values, shares, strict=True)) / fsum(shares)
         else:
             out[name] = fsum(values) / len(values)
     return out

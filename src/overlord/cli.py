@@ -228,7 +228,8 @@ def _guarded(act: Callable[[], None], debug: bool) -> None:
     except BrokenPipeError:
         raise
     except Exception as fault:
-        words = f"{type(fault).__name__}: {fault}\nThis is not an error that Overlord knows; --debug shows where it comes from."
+        said = "\n".join([f"{type(fault).__name__}: {fault}", *getattr(fault, "__notes__", ())])
+        words = f"{said}\nThis is not an error that Overlord knows; --debug shows where it comes from."
         _fail(fault, debug, FAILED, words)
 
 

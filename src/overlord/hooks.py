@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from overlord.calls import cannot_take
 from overlord.errors import JobError, PlanError
 from overlord.hashing import key64, keyed_hash
 from overlord.placetree import ClientPlaceTree
 from overlord.plan import LoadingPlan
-from overlord.sample import Buffer, Ragged, SampleId
+from overlord.sample import Buffer, Columns, Ragged, SampleId
 
 if TYPE_CHECKING:
     from overlord.job import Batch
@@ -41,7 +42,7 @@ RawFn = Callable[[dict[str, Any], ClientPlaceTree, "Batch", int], Mapping[str, A
 # the planner
 
 
-def plan_raw(fn: RawFn, *, axis: str = "DP", broadcast: Sequence[str] = ("TP",)) -> RawPlan:
+def plan_raw(fn: RawFn, *, axis: str = "DP", broadcast: str | Sequence[str] = ("TP",)) -> RawPlan:
     """A strategy from a function over raw arrays: ``fn(columns, place, batch, step) -> {"bucket": ..., "microbatch": ...}``.
 
     It goes in as ``Job(strategy=ov.plan_raw(fn))`` and is called once per step. ``columns`` has a read-only array per column,
@@ -54,7 +55,8 @@ def plan_raw(fn: RawFn, *, axis: str = "DP", broadcast: Sequence[str] = ("TP",))
         def by_row(columns, place, batch, step):
             return {"bucket": columns["row"] % place.dp, "microbatch": np.zeros(len(columns["row"]), int)}
     """
-    return RawPlan(fn=_function(fn, "plan_raw"), axis=axis, broadcast=tuple(broadcast))
+    dims = (broadcast,) if isinstance(broadcast, str) else tuple(broadcast)
+    return RawPlan(fn=_function(fn, "plan_raw", ("columns", "place", "batch", "step")), axis=axis, broadcast=dims)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +75,11 @@ class RawPlan:
         from overlord.planner.balance import Placement  # a job names hooks before anything is planned
         from overlord.planner.dgraph import DGraph
 
-        columns: dict[str, Any] = {n: getattr(buffer, n) for n in IDS} | dict(buffer.meta)
+        graph = DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute(self.axis)
+        buffer = graph.buffer  # look-ahead has chosen from candidates, overflow="defer" has left out what does not fit
+        columns: dict[str, Any] = Columns({n: getattr(buffer, n) for n in IDS} | dict(buffer.meta), buffer.step)
         if buffer.substep is not None:
             columns["substep"] = buffer.substep
-        graph = DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute(self.axis)
         said = self._checked(self.fn(columns, place, buffer.batch, buffer.step), buffer, place.n_buckets(self.axis))
         if "cost" in said:
             graph = graph.cost(lambda _: said["cost"])
@@ -142,14 +145,15 @@ def loader_do_plan(fn: Callable[[Popped], Ragged]) -> Hook:
                 return samples.tokens
             return ov.Ragged(np.where(samples.tokens.values < 10, 0, samples.tokens.values), samples.tokens.offsets)
     """
-    return Hook(kind=LOADER, fn=_function(fn, LOADER))
+    return Hook(kind=LOADER, fn=_function(fn, LOADER, ("samples",)))
 
 
 def constructor_do_plan(fn: Callable[[Assembly], list[dict[str, np.ndarray]]]) -> Hook:
     """Builds the microbatches of one bucket: ``fn(assembly: Assembly) -> list of dicts``, one per planned microbatch.
 
-    It is called once per step and bucket. Every dict must have the keys of the batch contract, of their types; more keys of
-    any name may stand beside them, as numpy arrays, and arrive in the trainer's ``Microbatch``. ``assembly.default()`` gives
+    It is called once per step and bucket. Every dict must have the keys of the batch contract, of their types, with
+    ``cu_seqlens`` and ``cu_seqlens_padded`` that cut its tokens into a document for each of ``source_ids``; more keys of any name
+    may stand beside them, as numpy arrays, and arrive in the trainer's ``Microbatch``. ``assembly.default()`` gives
     what the package would build (read-only arrays: copy what you change), or what the hook before this one gave. A microbatch
     may be empty: it has no documents, and one document of padding in the default.
     ``Step.global_valid_tokens`` and ``Microbatch.samples`` keep telling of the plan: who strikes out more loss counts it itself.
@@ -157,7 +161,7 @@ def constructor_do_plan(fn: Callable[[Assembly], list[dict[str, np.ndarray]]]) -
         def with_lengths(assembly):
             return [mb | {"lengths": np.diff(mb["cu_seqlens"])} for mb in assembly.default()]
     """
-    return Hook(kind=CONSTRUCTOR, fn=_function(fn, CONSTRUCTOR))
+    return Hook(kind=CONSTRUCTOR, fn=_function(fn, CONSTRUCTOR, ("assembly",)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -243,18 +247,23 @@ def popped_by(hooks: Sequence[Hook], plan: LoadingPlan, doc: np.ndarray, tokens:
 def _same_lengths(hook: Hook, said: Any, before: Ragged, step: int) -> Ragged:
     """What a loader hook returned, as rows of its own; or why it cannot be used."""
     problem = ""
-    if not isinstance(said, Ragged) or any(np.asarray(array).dtype.kind not in "iu" for array in (said.values, said.offsets)):
-        kind = f"Ragged of {np.asarray(said.values).dtype}" if isinstance(said, Ragged) else type(said).__name__
+    if not isinstance(said, Ragged) or not all(_is_flat_and_whole(array) for array in (said.values, said.offsets)):
+        shown = np.asarray(said.values) if isinstance(said, Ragged) else None
+        kind = type(said).__name__ if shown is None else f"Ragged of {shown.dtype}{'' if shown.ndim == 1 else f' {shown.shape}'}"
         problem = f"wanted a Ragged of token ids, found {kind}"
     elif not np.array_equal(said.lengths, before.lengths) or not 0 <= said.offsets[0] <= said.offsets[-1] <= len(said.values):
         problem = f"wanted {len(before)} rows of the lengths it was given, found {len(said)} rows of {int(said.lengths.sum())} tokens"
     else:
-        said = said.compact()
-        if said.values.min() < 0 or said.values.max() >= 2**31:
+        said = Ragged(said.compact().values, before.offsets)
+        if len(said.values) and not 0 <= said.values.min() <= said.values.max() < 2**31:
             problem = "a token id is below 0 or above 2^31 - 1"
     if problem:
         raise PlanError(f"{hook.__name__}: {problem}", step, "lengths are planned already; change ids, not their number")
     return said
+
+
+def _is_flat_and_whole(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "iu"
 
 
 def assembled_by(hooks: Sequence[Hook], assembly: Assembly) -> list[dict[str, np.ndarray]]:
@@ -295,7 +304,25 @@ def _problem(microbatch: Any, wanted: Mapping[str, Any]) -> str:
         if key in wanted and array.dtype != wanted[key]:
             return f"wanted {np.dtype(wanted[key])} for {key!r}, found {array.dtype}"
     shapes = {key: microbatch[key].shape for key in PER_TOKEN if key in wanted}
-    return f"the arrays with an entry per token differ in shape: {shapes}" if len(set(shapes.values())) > 1 else ""
+    if len(set(shapes.values())) > 1:
+        return f"the arrays with an entry per token differ in shape: {shapes}"
+    return _problem_of_documents(microbatch)
+
+
+def _problem_of_documents(microbatch: Mapping[str, Any]) -> str:
+    """Kernels and slices read memory by these: wherever a document ends, its tokens must be."""
+    tokens, n = microbatch["tokens"].size, microbatch["source_ids"].size
+    for key in ("cu_seqlens", "cu_seqlens_padded"):
+        ends = microbatch[key]
+        if ends.shape != (n + 1,) or ends[0] != 0 or (ends[1:] < ends[:-1]).any() or ends[-1] > tokens:
+            return f"{key} does not cut {tokens} tokens into {n} documents, one for each of source_ids"
+    if microbatch["cu_seqlens_padded"][-1] != tokens:
+        return f"cu_seqlens_padded ends at {microbatch['cu_seqlens_padded'][-1]}, not with the {tokens} tokens"
+    if (np.diff(microbatch["cu_seqlens"]) > np.diff(microbatch["cu_seqlens_padded"])).any():
+        return "a document of cu_seqlens is longer than with its padding in cu_seqlens_padded"
+    return (
+        "" if microbatch["max_seqlen"].shape == () else f"wanted one number for 'max_seqlen', found shape {microbatch['max_seqlen'].shape}"
+    )
 
 
 def _read_only(array: Any) -> np.ndarray:
@@ -304,9 +331,9 @@ def _read_only(array: Any) -> np.ndarray:
     return view
 
 
-def _function(fn: Any, where: str) -> Any:
-    if not callable(fn):
-        raise JobError([f"wanted a function, found {fn!r}"], where)
+def _function(fn: Any, where: str, arguments: Sequence[str]) -> Any:
+    if problem := cannot_take(fn, arguments) if callable(fn) else f"wanted a function, found {fn!r}":
+        raise JobError([problem], where)
     return fn
 
 

@@ -15,6 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from overlord.calls import cannot_take
 from overlord.errors import JobError
 from overlord.hooks import Hook, RawPlan
 from overlord.placetree import ClientPlaceTree
@@ -219,6 +220,8 @@ class Job:
             found.append('draw: "random" draws samples; give batch.samples, or draw="exact"')
         if not callable(self.strategy) and not isinstance(self.strategy, str):
             found.append(f"strategy: wanted a name or a function, found {self.strategy!r}")
+        elif callable(self.strategy):
+            found += [f"strategy: {p}" for p in [cannot_take(self.strategy, ("buffer", "place"))] if p]
         elif isinstance(self.strategy, str):
             from overlord.planner.strategy import STRATEGIES  # which know jobs
 
@@ -247,6 +250,8 @@ class Job:
             found += mixture_problems(self.mixture, self.names)
         elif self.mixture is not None and (not callable(self.mixture) or isinstance(self.mixture, type)):
             found.append(f"mixture: wanted a mapping of weights or a schedule, found {self.mixture!r}")
+        elif self.mixture is not None and (problem := cannot_take(self.mixture, ("step", "feedback"))):
+            found.append(f"mixture: {problem}")
         else:
             found += schedule_problems(self.mixture, self.names)
         return found

@@ -9,7 +9,7 @@ the trainer broadcasts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from os import environ
@@ -78,7 +78,7 @@ class ClientPlaceTree:
         """
         env = environ if env is None else env
         names = {"WORLD_SIZE": "", **{f"OVERLORD_{axis.upper()}": axis for axis in AXES}}
-        given = {name: env[name].strip() for name in names if env.get(name, "").strip()}
+        given = {name: text for name in names if (text := str(env.get(name, "")).strip())}
         wrong = [
             f"{name}: wanted a whole number of at least 1, found {v!r}" for name, v in given.items() if not v.isdecimal() or not int(v)
         ]
@@ -105,16 +105,16 @@ class ClientPlaceTree:
 
     def add_replicas(self, n: int = 1) -> ClientPlaceTree:
         """More data-parallel replicas. Ranks are numbered anew."""
-        return self._with_replicas(n, self.dp + n, "add_replicas")
+        return self._with_replicas(n, 1, "add_replicas")
 
     def remove_replicas(self, n: int = 1) -> ClientPlaceTree:
         """Fewer data-parallel replicas; one is left at least."""
-        return self._with_replicas(n, self.dp - n, "remove_replicas")
+        return self._with_replicas(n, -1, "remove_replicas")
 
-    def _with_replicas(self, n: int, dp: int, what: str) -> ClientPlaceTree:
+    def _with_replicas(self, n: int, sign: int, what: str) -> ClientPlaceTree:
         if not isinstance(n, int) or isinstance(n, bool) or n < 0:
             raise JobError([f"wanted a whole number of at least 0, found {n!r}"], what)
-        if dp < 1:
+        if (dp := self.dp + sign * n) < 1:
             raise JobError([f"{n} of {self.dp} replicas cannot go: at least one must be left of {self}"], what)
         return replace(self, dp=dp)
 
@@ -134,14 +134,20 @@ class ClientPlaceTree:
 
     def coords(self, rank: int) -> dict[str, int]:
         """Where a rank stands on every axis."""
-        if not 0 <= rank < self.world_size:
-            raise JobError([f"rank {rank} is outside 0..{self.world_size - 1} of {self}"], "place")
+        if problem := self.rank_problem(rank):
+            raise JobError([problem], "place")
         at = np.unravel_index(rank, self._shape)
         return {axis: int(i) for axis, i in zip(self.order, at, strict=True)}
 
+    def rank_problem(self, rank: Any) -> str:
+        """What is wrong with a rank's number, often read from the environment; empty when nothing is."""
+        if not isinstance(rank, (int, np.integer)):
+            return f"wanted a rank as a whole number, found {rank!r}"
+        return "" if _inside(rank, self.world_size) else f"rank {rank} is outside 0..{self.world_size - 1} of {self}"
+
     def rank(self, **at: int) -> int:
         """The rank at a place; axes left out stand at 0. The inverse of ``coords``."""
-        wrong = [f"{axis}={i!r} is outside {self}" for axis, i in at.items() if axis not in AXES or not 0 <= i < getattr(self, axis)]
+        wrong = [f"{axis}={i!r} is outside {self}" for axis, i in at.items() if axis not in AXES or not _inside(i, getattr(self, axis))]
         if wrong:
             raise JobError(wrong, "place")
         return int(np.ravel_multi_index([at.get(axis, 0) for axis in self.order], self._shape))
@@ -160,7 +166,7 @@ class ClientPlaceTree:
 
     def n_buckets(self, axis: str = "DP") -> int:
         """How many buckets the axis has, without listing ranks."""
-        if axis not in BUCKET_AXES:
+        if not isinstance(axis, str) or axis not in BUCKET_AXES:
             raise JobError([f"unknown axis {axis!r}; known: {', '.join(BUCKET_AXES)}"], "place")
         return math.prod(getattr(self, a) for a in BUCKET_AXES[axis])
 
@@ -207,9 +213,13 @@ class ClientPlaceTree:
         return "\n".join([f"{self}: {count}", *_branches(axes, grid)])
 
 
+def _inside(i: Any, n: int) -> bool:
+    return isinstance(i, (int, np.integer)) and 0 <= int(i) < n
+
+
 def broadcast_dims(broadcast: str | Sequence[str]) -> tuple[str, ...]:
     """The axes of a broadcast, each once, innermost first whatever order they were named in."""
-    dims = (broadcast,) if isinstance(broadcast, str) else tuple(broadcast)
+    dims = tuple(broadcast) if isinstance(broadcast, Iterable) and not isinstance(broadcast, str) else (broadcast,)
     unknown = [dim for dim in dims if dim not in BROADCASTS]
     if unknown:
         raise JobError([f"unknown broadcast axis {unknown[0]!r}; known: {', '.join(BROADCASTS)}"], "place")

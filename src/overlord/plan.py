@@ -23,6 +23,8 @@ SAMPLE_COLUMNS = ("source", "epoch", "file", "row", "part", "tokens", "substep")
 ITEM_COLUMNS = ("sample", "bucket", "microbatch", "slot", "size", "cost")
 OPTIONAL_COLUMNS = ("memory", "out", "offset")  # of items; None where absent
 MAX_BINS = 2**26  # microbatches over all buckets: far above any mesh, far below what would exhaust memory
+ROUNDING = 1 + 1e-9  # over a capacity of memory: sums of real numbers differ by the order of addition
+MOST = 2**53  # of a size: sums of whole numbers must neither wrap round nor be rounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,6 +60,11 @@ class Assignment:
         return self.bucket.astype(np.int64) * self.n_microbatches + self.microbatch
 
 
+def _is_whole(column: np.ndarray) -> bool:
+    """Unsigned 64 bits are none: with signed ones beside them numpy makes floats of both."""
+    return column.dtype.kind in "iu" and np.can_cast(column.dtype, np.int64)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadingPlan:
     """The plan of one step. Sample columns are in the order of the draw; ``modules["backbone"]`` places them."""
@@ -82,6 +89,13 @@ class LoadingPlan:
     def main(self) -> Assignment:
         return self.modules["backbone"]
 
+    def module(self, name: str) -> Assignment:
+        """Where the items of a module go; one that the plan has not is refused with those it has."""
+        if name not in self.modules:
+            known = ", ".join(self.modules)
+            raise PlanError(f"no module {name!r}; known: {known}", self.step, "others come in by samples.plan(encoder=images)")
+        return self.modules[name]
+
     @property
     def n_microbatches(self) -> int:
         return self.main.n_microbatches
@@ -101,19 +115,22 @@ class LoadingPlan:
         if "backbone" not in self.modules:
             raise PlanError("no module 'backbone'", self.step, "end the strategy with .plan()")
         n = len(self)
-        columns = [self.epoch, self.file, self.row, self.part, self.tokens, *([] if self.substep is None else [self.substep])]
-        if any(column.shape != (n,) for column in columns):
+        columns = {label: column for label in SAMPLE_COLUMNS if (column := getattr(self, label)) is not None}
+        if any(column.shape != (n,) for column in columns.values()):
             raise PlanError("the sample columns differ in length", self.step)
+        if wrong := [f"{label}, found {column.dtype}" for label, column in columns.items() if not _is_whole(column)]:
+            raise PlanError(f"wanted whole numbers in {wrong[0]}", self.step)
         if n and not 0 <= int(self.source.min()) <= int(self.source.max()) < len(self.names):
             raise PlanError(f"source outside 0..{len(self.names) - 1}", self.step)
+        if n and not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < MOST:
+            raise PlanError("tokens has a number that is negative or too large to be summed", self.step)
         for name, a in self.modules.items():
             self._validate_columns(name, a)
             self._validate_served(name, a)
             bins = a.bins()
             self._validate_capacity(name, a, bins, "tokens", a.size, a.capacity)
             if a.memory is not None:
-                # Sums of real numbers differ by the order of addition; the last digits decide nothing about memory.
-                self._validate_capacity(name, a, bins, "memory", a.memory, a.memory_capacity * (1 + 1e-9))
+                self._validate_capacity(name, a, bins, "memory", a.memory, a.memory_capacity * ROUNDING)
             self._validate_slots(name, a, bins)
             self._validate_placeholders(name, a)
         main = self.main
@@ -131,9 +148,9 @@ class LoadingPlan:
         if a.n_buckets * a.n_microbatches > MAX_BINS:
             raise PlanError(f"module {name!r}: {a.n_buckets} buckets of {a.n_microbatches} microbatches are too many", self.step)
         for label, column in columns.items():
-            if label not in ("cost", "memory") and column.dtype.kind not in "iu":
+            if not _is_whole(column) and (label not in ("cost", "memory") or column.dtype.kind != "f"):
                 raise PlanError(f"module {name!r}: wanted whole numbers in {label}, found {column.dtype}", self.step)
-            top = np.inf if label in ("cost", "memory") else 2.0**53  # sums of whole numbers must not wrap round
+            top = np.inf if label in ("cost", "memory") else MOST
             if label not in ("sample", "bucket", "microbatch", "slot") and len(column) and not 0 <= column.min() <= column.max() < top:
                 raise PlanError(f"module {name!r}: {label} has a number that is negative, infinite or none at all", self.step)
         for label, column, bound in (
@@ -222,15 +239,17 @@ class LoadingPlan:
 
     def fetchers(self, module: str = "backbone") -> list[int]:
         """Ranks that take this module's microbatches from the loader; the others are served by the trainer's broadcasts."""
-        return self._tree().fetchers(self.modules[module].broadcast)
+        return self._tree().fetchers(self.module(module).broadcast)
 
     def served_by(self, module: str = "backbone") -> np.ndarray:
         """For every rank the one that fetches for it, itself where it fetches: int64 [world_size]."""
-        return self._tree().served_by(self.modules[module].broadcast)
+        return self._tree().served_by(self.module(module).broadcast)
 
     def fetches(self, rank: int, module: str = "backbone") -> list[int]:
         """Buckets whose microbatches a rank fetches: its own and those of the ranks it serves; none if it is served."""
-        buckets = self._tree().bucket_of(self.modules[module].axis)
+        if problem := self._tree().rank_problem(rank):
+            raise PlanError(problem, self.step)
+        buckets = self._tree().bucket_of(self.module(module).axis)
         return sorted(set(buckets[self.served_by(module) == rank].tolist()))
 
     def _tree(self) -> ClientPlaceTree:
@@ -251,7 +270,7 @@ class LoadingPlan:
             return {"bucket": 1.0, "microbatch": 1.0, "bound": 1.0, "slot_bound": 1.0}
         mean = total / len(loads)
         found = {"bucket": float(loads.sum(axis=1).max()) / mean, "microbatch": float(loads.max(axis=0).sum()) / mean}
-        return found | dict(zip(("bound", "slot_bound"), bounds(self.modules[module]), strict=True))
+        return found | dict(zip(("bound", "slot_bound"), bounds(self.module(module)), strict=True))
 
     def summary(self) -> dict[str, Any]:
         """What a person asks of a plan, as plain values: balance beside its bound, predicted time, peak, fill, mixture."""
@@ -267,7 +286,7 @@ class LoadingPlan:
 
     def loads(self, module: str = "backbone") -> np.ndarray:
         """Cost by [bucket, microbatch]."""
-        a = self.modules[module]
+        a = self.module(module)
         flat = a.bins()
         return np.bincount(flat, weights=a.cost, minlength=a.n_buckets * a.n_microbatches).reshape(a.n_buckets, a.n_microbatches)
 

@@ -15,7 +15,7 @@ from overlord.placetree import AXES, ClientPlaceTree
 from overlord.plan import ITEM_COLUMNS, MAX_BINS, OPTIONAL_COLUMNS, SAMPLE_COLUMNS, Assignment, LoadingPlan
 
 MAGIC = b"OVPL\x02"
-DTYPES = frozenset({"<i4", "<i8", "<u4", "<u8", "<f8"})
+DTYPES = frozenset({"<i4", "<i8", "<u4", "<f8"})
 NUMBERS = ("n_buckets", "n_microbatches", "capacity")
 DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, MemoryError, struct.error, JobError)
 
@@ -45,11 +45,13 @@ def write(plan: LoadingPlan) -> bytes:
 
 
 def read(data: bytes) -> LoadingPlan:
-    """What ``write`` wrote; whatever is wrong with the bytes is a ``PlanError``."""
+    """What ``write`` wrote, validated; whatever is wrong with the bytes is a ``PlanError``."""
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise PlanError(f"wanted the bytes of a plan, found {type(data).__name__}")
     if data[: len(MAGIC)] != MAGIC:
         raise PlanError(f"these {len(data)} bytes are no plan: they do not start with {MAGIC!r}")
     try:
-        return _read(data)
+        return _read(data).validate()
     except DAMAGE as e:
         raise PlanError(f"the bytes of a plan are damaged: {type(e).__name__}: {e}", remedy="the file is cut or damaged") from e
 
@@ -79,9 +81,12 @@ def _read(data: bytes) -> LoadingPlan:
         raise ValueError(f"{len(data)} bytes where the header tells of {at}")
     if any(columns[n] is None for n in SAMPLE_COLUMNS if n != "substep"):
         raise ValueError("a sample column is missing")
+    place = ClientPlaceTree(**head["place"]) if "place" in head else None
+    if place is not None and place.world_size > MAX_BINS:
+        raise ValueError(f"a place of {place.world_size} ranks")
     return LoadingPlan(
         step=operator.index(head["step"]), names=tuple(str(n) for n in head["names"]), extra=dict(head["extra"]),
-        place=ClientPlaceTree(**head["place"]) if "place" in head else None, modules=modules, **columns,
+        place=place, modules=modules, **columns,
     )  # fmt: skip
 
 
@@ -89,7 +94,7 @@ def _assignment(name: str, head: dict[str, Any], columns: dict[str, Any]) -> Ass
     if any(columns[n] is None for n in ITEM_COLUMNS):
         raise ValueError(f"module {name!r} lacks a column")
     counts: dict[str, Any] = {n: operator.index(head[n]) for n in NUMBERS}
-    if not 0 < counts["n_buckets"] * counts["n_microbatches"] <= MAX_BINS:  # before anything of that size is allocated
+    if counts["n_buckets"] < 1 or not 0 < counts["n_buckets"] * counts["n_microbatches"] <= MAX_BINS:  # before any is allocated
         raise ValueError(f"{counts['n_buckets']} buckets of {counts['n_microbatches']} microbatches")
     memory_capacity = float(head["memory_capacity"])
     if not math.isfinite(memory_capacity):

@@ -114,6 +114,25 @@ def no_items(rows: int, dtype: Any = np.int64) -> Ragged:
     return Ragged(np.zeros(0, dtype), np.zeros(rows + 1, np.int64))
 
 
+def _read_only(column: Column) -> Column:
+    if isinstance(column, Ragged) or not column.flags.writeable:
+        return column
+    view = column.view()
+    view.flags.writeable = False
+    return view
+
+
+class Columns(dict[str, Column]):
+    """Metadata by name, as functions of the user get it: one that is not there is said with those that are."""
+
+    def __init__(self, columns: Mapping[str, Column], step: int = -1):
+        super().__init__({name: _read_only(c) for name, c in columns.items()})
+        self.step = step
+
+    def __missing__(self, name: Any) -> Column:
+        raise PlanError(f"no metadata {name!r}; known: {', '.join(sorted(self))}", self.step, "select it, or add it with ov.Meta")
+
+
 def loader_is_hidden(what: str, step: int) -> PlanError:
     """Why a strategy is not told which loader holds a sample."""
     return PlanError(
@@ -171,14 +190,14 @@ class Buffer:
         """One metadata column. Where the samples of this step all lack it (a step of text in a job with images), no items."""
         if name in self.absent:
             return no_items(len(self))
-        if name not in self.meta:
+        if not isinstance(name, str) or name not in self.meta:
             raise PlanError(f"no metadata {name!r}; known: {', '.join(sorted(self.meta))}", self.step, "add it with ov.Meta")
         return self.meta[name]
 
     def take(self, rows: np.ndarray) -> Buffer:
         """Chosen rows in the given order."""
         picked = {n: getattr(self, n)[rows] for n in ("source", "epoch", "file", "row", "part")}
-        meta = {n: take_rows(c, rows) for n, c in self.meta.items()}
+        meta = Columns({n: take_rows(c, rows) for n, c in self.meta.items()}, self.step)
         beside: dict[str, Any] = {n: c[rows] for n in ("substep", "age", "scores") if (c := getattr(self, n)) is not None}
         return replace(self, **picked, **beside, meta=meta)
 
@@ -188,7 +207,9 @@ class Buffer:
 
         Every source must have the same columns, but for ragged ones: the samples of a source without it have no items.
         """
-        given = {name: {key: _column(c) for key, c in cols.items()} for name, cols in columns.items()}
+        if not hasattr(batch, "context"):
+            raise PlanError(f"Buffer.from_columns: wanted a Batch, found {batch!r}", step, "batch=ov.Batch(samples=..., context=...)")
+        given = {name: _columns(cols, name, step) for name, cols in columns.items()}
         sizes = [len(next(iter(cols.values()))) if cols else 0 for cols in given.values()]
         for (name, cols), size in zip(given.items(), sizes, strict=True):
             if any(len(c) != size for c in cols.values()):
@@ -204,13 +225,39 @@ class Buffer:
         zeros = np.zeros(n, np.int32)
         return Buffer(
             names=tuple(columns), source=np.repeat(np.arange(len(sizes)), sizes).astype(np.int32),
-            epoch=zeros, file=zeros, row=row.astype(np.int64), part=zeros, meta=meta, batch=batch, step=step,
+            epoch=zeros, file=zeros, row=row.astype(np.int64), part=zeros, meta=Columns(meta, step), batch=batch, step=step,
         )  # fmt: skip
 
 
-def _column(value: Any) -> Column:
+def _columns(columns: Any, source: str, step: int) -> dict[str, Column]:
+    """The columns of one source, checked: they are written by hand."""
+    if not isinstance(columns, Mapping):
+        found = f"source {source!r}: wanted a mapping of metadata name to column, found {type(columns).__name__}"
+        raise PlanError(found, step, 'as in {"web": {"tokens": [5, 9]}}')
+    made = {}
+    for key, value in columns.items():
+        column = _column(value)
+        lengths = key == "tokens"
+        if column is None or (lengths and not _are_lengths(column)):
+            wanted = "a whole number of at least 0 for each sample" if lengths else "a number for each sample, or a list of numbers"
+            raise PlanError(f"metadata {key!r} of source {source!r}: wanted {wanted}, found {value!r:.80}", step)
+        made[key] = column
+    return made
+
+
+def _column(value: Any) -> Column | None:
+    """One number a sample, or a list of them; None: it is neither."""
     if isinstance(value, Ragged):
         return value
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple, np.ndarray)):
-        return Ragged.from_rows(value)
-    return np.asarray(value) if len(value) else np.zeros(0, np.int64)
+    try:
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple, np.ndarray)):
+            column = Ragged.from_rows(value)
+            return column if column.values.ndim == 1 and column.values.dtype.kind in "biuf" else None
+        found = np.asarray(value) if len(value) else np.zeros(0, np.int64)
+    except (TypeError, ValueError):  # no sequence at all, or numbers and lists in one
+        return None
+    return found if found.ndim == 1 and found.dtype.kind in "biuf" else None
+
+
+def _are_lengths(column: Column) -> bool:
+    return isinstance(column, np.ndarray) and column.dtype.kind in "iu" and (not len(column) or int(column.min()) >= 0)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.hashing import key64, keyed_hash
+from overlord.messages import SetMixture
 from tests.properties.test_stream import Sample, _state_after, delivered, fingerprint, in_order, run
 from tests.reference import reference_stream
-from tests.worlds import World, folder, worlds
+from tests.worlds import Rows, World, folder, worlds
 
 CHOICES = st.tuples(st.integers(2, 5), st.integers(1, 6), st.sampled_from(("whim", "short", "none")))  # look_ahead, max_age, taste
 
@@ -159,3 +160,17 @@ def test_what_is_deferred_still_comes_exactly_once(world: World, seed: int) -> N
             assert sorted(s for step in got[0] for s in in_order(step._stage.plan)) == sorted(
                 s for step in plain[0] for s in in_order(step._stage.plan)
             )
+
+
+def test_a_job_that_overflows_at_every_step_owes_no_more_and_follows_a_new_mixture() -> None:
+    sources = [
+        ov.Source(name, Rows([{"tokens": [k + 1] * 20} for k in range(50)]), transforms=[ov.Tokens("tokens")], epochs=None) for name in "ab"
+    ]
+    batch = ov.Batch(samples=8, microbatches=2, context=32)  # two of the eight fit
+    job = ov.Job(name="full", sources=sources, batch=batch, overflow="defer", until=140)
+    got = ov.simulate(job, seed=1, events=[SetMixture(100, {"a": 1.0, "b": 3.0})], check=True)
+    names = [key[0] for step in got.steps[0] for key in in_order(step._stage.plan)]
+    assert len(names) == 280
+    assert abs(names[:200].count("a") - 100) <= 8
+    assert abs(names[200:].count("a") - 20) <= 8
+    assert all(abs(owed) <= 8 * 2**40 for owed in got.end_state["owed"].values())

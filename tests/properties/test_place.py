@@ -44,6 +44,7 @@ def test_buckets_share_the_ranks_out_and_stand_alike_on_their_axes(tree: ClientP
     assert len(buckets) == tree.n_buckets(axis)
     assert sorted(rank for bucket in buckets for rank in bucket) == list(range(tree.world_size))
     assert len({len(bucket) for bucket in buckets}) == 1
+    assert all(bucket == sorted(bucket) for bucket in buckets), "its first rank is at 0 along the other axes"
     for bucket in buckets:
         assert len({tuple(tree.coords(r)[a] for a in BUCKET_AXES[axis]) for r in bucket}) == 1
     of = tree.bucket_of(axis)

@@ -128,6 +128,20 @@ def test_optional_columns_survive_bytes() -> None:
     assert (back.main.memory_capacity, back.main.broadcast) == (FULL.main.memory_capacity, ("TP", "CP"))
 
 
+def test_a_digest_tells_deliveries_apart_and_nothing_else() -> None:
+    a, digest = FULL.main, FULL.digest()
+    swapped = np.array([1, 0, 2, 3, 4])
+    delivered = {n: getattr(FULL, n)[swapped] + (np.arange(5) == 2) for n in ("source", "epoch", "file", "row", "part", "tokens")}
+    delivered |= {"step": 6, "names": ("a", "b", "c"), "place": ClientPlaceTree(dp=2, cp=2, tp=2)}
+    placed = {n: getattr(a, n) + (np.arange(5) == 2) for n in ("sample", "bucket", "microbatch", "slot", "out", "offset")}
+    placed |= {"n_microbatches": 9, "axis": "CP", "broadcast": ("TP",)}
+    told = {"cost": a.cost * 2, "memory": None, "memory_capacity": 0.0, "capacity": 99}
+    assert all(replace(FULL, **{n: v}).digest() != digest for n, v in delivered.items())
+    assert [n for n, v in placed.items() if replace(FULL, modules={"backbone": replace(a, **{n: v})}).digest() == digest] == []
+    assert [n for n, v in told.items() if replace(FULL, modules={"backbone": replace(a, **{n: v})}).digest() != digest] == []
+    assert replace(FULL, extra={"trail": ["another"]}).digest() == digest
+
+
 def test_bytes_stay_small() -> None:
     plan = resolve("vanilla")(drawn([9] * 2000), ClientPlaceTree(dp=4))
     assert len(plan.to_bytes()) < 2000 * 80 + 2000
@@ -148,6 +162,20 @@ def test_a_flipped_byte_gives_a_plan_or_a_plan_error_and_nothing_else(at: int, m
     damaged[at] ^= mask
     with contextlib.suppress(PlanError):
         LoadingPlan.from_bytes(bytes(damaged)).validate()
+
+
+def test_a_column_of_another_type_gives_a_plan_or_a_plan_error_and_nothing_else() -> None:
+    for kind, others in ((b'"<i8"', (b'"<u8"', b'"<f8"')), (b'"<i4"', (b'"<u4"',)), (b'"<f8"', (b'"<i8"', b'"<u8"'))):
+        pieces = BYTES.split(kind)
+        for i in range(1, len(pieces)):
+            for other in others:
+                with contextlib.suppress(PlanError):
+                    LoadingPlan.from_bytes(kind.join(pieces[:i]) + other + kind.join(pieces[i:])).digest()
+
+
+def test_bytes_of_a_plan_that_breaks_a_rule_are_refused() -> None:
+    with pytest.raises(PlanError, match="share a slot"):
+        LoadingPlan.from_bytes(replace(SMALL, modules={"backbone": replace(SMALL.main, slot=SMALL.main.slot * 0)}).to_bytes())
 
 
 @given(st.binary(max_size=200))
@@ -171,6 +199,8 @@ def test_deeply_nested_and_object_columns_are_refused() -> None:
     [
         (b'"n_buckets": 2', b'"n_buckets": 2000000000000'),  # would allocate terabytes
         (b'"n_microbatches": 1', b'"n_microbatches": 0'),
+        (b'"n_buckets": 2, "n_microbatches": 1', b'"n_buckets": -2, "n_microbatches": -1'),
+        (b'"pp": 1', b'"pp": 1000000000000'),  # so would a list of its ranks
         (b'"dp": 2', b'"dp": -2'),
         (b'"dp": 2', b'"ep": 2'),
         (b'"order": ["dp"', b'"order": ["tp"'),
@@ -208,6 +238,8 @@ def broken(**changes) -> LoadingPlan:
         ({"memory": np.array([1, 2, np.nan, 4, 5])}, "memory has a number that is negative, infinite or none at all"),
         ({"cost": np.array([1, 2, -3.0, 4, 5])}, "cost has a number that is negative"),
         ({"out": np.full(5, 0.5)}, "wanted whole numbers in out"),
+        ({"slot": SMALL.main.slot.astype(np.uint64)}, "wanted whole numbers in slot, found uint64"),
+        ({"cost": SMALL.main.cost.astype(complex)}, "wanted whole numbers in cost, found complex128"),
         ({"broadcast": ("EP",)}, "unknown broadcast axis 'EP'"),
         ({"axis": "EP"}, "unknown axis 'EP'"),
         ({"axis": "WORLD"}, "2 buckets, but pp1xdp2xcp1xtp2 has 4 along WORLD, so some rank is not served"),
@@ -217,6 +249,21 @@ def broken(**changes) -> LoadingPlan:
 def test_a_plan_that_breaks_a_rule_is_refused(changes, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         broken(**changes).validate()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokens": SMALL.tokens * 1.0}, "wanted whole numbers in tokens, found float64"),
+        ({"row": SMALL.row.astype(np.uint64)}, "wanted whole numbers in row, found uint64"),
+        ({"source": np.full(5, np.nan)}, "wanted whole numbers in source"),
+        ({"tokens": SMALL.tokens - 9}, "tokens has a number that is negative"),
+        ({"tokens": SMALL.tokens[:4]}, "differ in length"),
+    ],
+)
+def test_samples_that_break_a_rule_are_refused(changes, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        replace(SMALL, **changes).validate()
 
 
 def test_a_plan_tells_its_imbalance_and_prints_as_a_table() -> None:

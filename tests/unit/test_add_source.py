@@ -91,7 +91,8 @@ def test_a_source_may_join_before_the_first_step_and_at_a_step_to_come() -> None
     [
         (None, {"a": 1.0, "b": 1.0, "c": 6.0}),
         ({"a": 3.0}, {"a": 3.0, "c": 6.0}),
-        (lambda step, feedback: [2.0, 4.0], {"a": 2.0, "b": 4.0, "c": 6.0}),
+        (lambda step, feedback: [2.0, 4.0], {"a": 2.0, "b": 4.0, "c": 18.0}),  # six of eight, as among the sources' own
+        (ov.schedule.linear({"a": 3, "b": 2}, {"a": 30, "b": 20}, steps=400), {"a": 3.0, "b": 2.0, "c": 15.0}),
         (lambda step, feedback: {"b": 2.0}, {"b": 2.0, "c": 6.0}),
         (lambda step, feedback: {"b": 2.0, **({"c": 1.0} if step >= 10 else {})}, {"b": 2.0, "c": 1.0}),
         (lambda step, feedback: [1.0, 1.0] if step < 10 else [1.0, 1.0, 2.0], {"a": 1.0, "b": 1.0, "c": 2.0}),
@@ -440,3 +441,20 @@ def test_all_that_is_wrong_with_a_source_is_said_at_once() -> None:
     with launch(job()) as session, pytest.raises(JobError) as caught:
         session.add_source(ov.Source("c", "x.jsonl", epochs=0, weight=-1.0))
     assert len(caught.value.problems) == 2
+
+
+def test_a_state_written_in_the_moment_of_joining_has_the_source_and_its_event_or_neither() -> None:
+    made, joining = job(), source("c", weight=3.0)
+    with launch(made) as session:
+        client, note, states = session.client(0), session._note, []
+        take(client, 2)
+
+        def watched(event: Any) -> None:
+            states.append(client.state_dict())
+            note(event)
+            states.append(client.state_dict())
+
+        session._note = watched  # type: ignore[method-assign]
+        session.add_source(joining, at=9)
+        states.append(client.state_dict())
+    assert [("c" in s["cursors"], len(s["events"])) for s in states] == [(False, 0), (False, 0), (True, 1)]

@@ -105,6 +105,7 @@ def test_costs_are_added_and_scaled() -> None:
     assert both.fingerprint == f"2 * {cost.tokens!r} + 0.5 * {cost.quadratic!r}"
     assert (3 * both).fingerprint == f"3 * ({both.fingerprint})"
     assert (both + cost.tokens).parts == (*both.parts, cost.tokens)
+    assert (1.0000001 * cost.tokens).fingerprint != (1 * cost.tokens).fingerprint
     assert (3 * cost.llama_12b + cost.vit_2b).unit == "FLOPs"
     with pytest.raises(PlanError, match="FLOPs and tokens cannot be added"):
         cost.llama_12b + cost.tokens

@@ -140,6 +140,36 @@ def test_select_narrows_candidates_and_nodes() -> None:
         nodes.distribute("DP").balance().plan()
 
 
+def test_sources_once_left_out_do_not_come_back() -> None:
+    graph = DGraph.from_buffer(drawn(web={"tokens": [8]}, code={"tokens": [4, 2]}), TREE).mix().select(sources="web")
+    assert graph.select(sources=["code"]).select(sources=["code"]).sample.tolist() == []
+
+
+def test_mix_comes_before_cost_and_balance_where_it_chooses_the_nodes() -> None:
+    graph = DGraph.from_buffer(candidates(), TREE)
+    with pytest.raises(PlanError, match=r"mix\(\) was called after cost\(\); call \.mix\(\) earlier"):
+        graph.cost(cost.tokens).mix([1, 1])
+    with pytest.raises(PlanError, match=r"mix\(\) was called after balance\(\)"):
+        graph.distribute("DP").balance().mix([1, 1])
+    assert graph.cost("llama_12b").select("tokens").unit == ""
+
+
+def test_what_does_not_fit_is_left_out_alike_whatever_the_graph_is_over() -> None:
+    rows = {"web": {"tokens": [30], "patches": [[90, 90]]}, "code": {"tokens": [30, 30], "patches": [[1], [1, 1]]}}
+    buffer = replace(Buffer.from_columns(rows, batch=Batch(samples=3, context=32)), drawn=True, overflow="defer")
+    graph = DGraph.from_buffer(buffer, TREE)
+    assert graph.mix().sample.tolist() == [0, 1]
+    items, code = graph.select("patches").mix(), graph.select(sources="code").mix()
+    assert (items.sample.tolist(), code.sample.tolist()) == ([0, 0, 1], [1])
+    assert len(items.buffer) == len(code.buffer) == 2
+
+
+def test_candidates_that_the_draw_wants_cannot_be_left_out_before_it() -> None:
+    buffer = replace(candidates(), wanted=((4, 4),))
+    with pytest.raises(PlanError, match=r"candidates of the draw are missing; call \.mix\(\) before"):
+        DGraph.from_buffer(buffer, TREE).select(sources="web").mix()
+
+
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     graph = DGraph.from_buffer(drawn(web={"tokens": [8]}), TREE).mix()
     with pytest.raises(PlanError, match="no metadata 'pixels'; known: tokens"):

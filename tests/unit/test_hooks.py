@@ -11,6 +11,7 @@ import pytest
 
 import overlord as ov
 from overlord.hooks import CONTRACT
+from overlord.planner.kernel import best_fit
 from overlord.runtime.bootstrap import _source_of
 from tests.worlds import Rows
 
@@ -69,6 +70,19 @@ def test_a_raw_function_sees_raw_arrays_in_the_order_of_the_draw() -> None:
     assert [s[0] for s in seen] == [0, 1]
     assert seen[0][1] == ["bytes", "epoch", "file", "part", "row", "source", "tokens"]
     assert seen[0][2:] == (made.batch, made.place, False, [0, 1] * 4)
+
+
+def in_four(columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, step: int) -> dict[str, Any]:
+    bins = best_fit(columns["tokens"], 4, batch.context)
+    return {"bucket": bins % 2, "microbatch": bins // 2}
+
+
+@pytest.mark.parametrize("changes", [{"look_ahead": 3}, {"overflow": "defer", "batch": ov.Batch(samples=8, microbatches=2, context=6)}])
+def test_a_raw_function_gets_what_a_step_takes_of_what_it_could(changes: dict[str, Any]) -> None:
+    groups = run(job(strategy=ov.plan_raw(in_four), **changes))
+    taken = [[p.sample for step in group for mb in step for p in mb.samples] for group in groups]
+    assert sorted(i for ids in taken for i in ids) == [ov.SampleId(name, 0, 0, row) for name in ("a", "b") for row in range(60)]
+    assert (min(map(len, taken[:3])) < 8) == ("overflow" in changes)
 
 
 def test_a_raw_function_may_say_slots_and_costs() -> None:
@@ -256,6 +270,7 @@ def test_chance_is_spread_and_differs_by_purpose_and_sample() -> None:
     [
         (lambda s: s.tokens.values, "wanted a Ragged of token ids, found ndarray"),
         (lambda s: ov.Ragged(s.tokens.values / 2, s.tokens.offsets), "found Ragged of float64"),
+        (lambda s: ov.Ragged(np.stack([s.tokens.values] * 2, 1), s.tokens.offsets), r"found Ragged of \w+ \(\d+, 2\)"),
         (lambda s: s.tokens.slice(0, len(s) - 1), "wanted 4 rows of the lengths it was given, found 3 rows"),
         (lambda s: ov.Ragged(s.tokens.values, s.tokens.offsets + 1), "wanted 4 rows"),
         (lambda s: ov.Ragged(s.tokens.values.astype(int) - 2000, s.tokens.offsets), "below 0"),
@@ -359,6 +374,14 @@ def without(key: str) -> Callable[[ov.Assembly], Any]:
         (lambda a: [1, 2], "wanted a mapping, found int"),
         (changed("tokens", lambda t: t.astype(np.int32)), "wanted int64 for 'tokens', found int32"),
         (changed("loss_mask", lambda t: t[:-1]), "differ in shape"),
+        (changed("cu_seqlens_padded", lambda t: t[:-1]), "cu_seqlens_padded does not cut"),
+        (changed("cu_seqlens_padded", lambda t: t + np.int32(1)), "cu_seqlens_padded does not cut"),
+        (changed("cu_seqlens", lambda t: t[::-1].copy()), "cu_seqlens does not cut"),
+        (changed("cu_seqlens", lambda t: t * np.int32(99)), "cu_seqlens does not cut"),
+        (changed("source_ids", lambda t: np.append(t, t[:1])), "one for each of source_ids"),
+        (changed("cu_seqlens_padded", lambda t: t // np.int32(2)), "cu_seqlens_padded ends at"),
+        (changed("cu_seqlens", lambda t: np.append(t[:1], np.full(len(t) - 1, t[-1]))), "longer than with its padding"),
+        (changed("max_seqlen", lambda t: t[None]), r"wanted one number for 'max_seqlen', found shape \(1,\)"),
         (changed("note", lambda t: "hello"), "wanted a numpy array of numbers for 'note', found str"),
         (changed("note", lambda t: np.array([{}])), "found object"),
         (changed("tokens", lambda t: t.sort()), "raised ValueError: .*read-only"),

@@ -232,12 +232,16 @@ def test_a_registered_name_keeps_its_function():
         register_function("", clean)
 
 
+def two(first: Any, second: Any) -> Any:
+    """Of as many arguments as strategies and schedules have."""
+
+
 def test_what_is_code_cannot_be_written():
     sources = [
         Source("a", "/x", transforms=[Map(lambda c: c), Filter(clean)]),
         Source("b", [1, 2][:0] or "/y", transforms=[Meta("m", len)]),
     ]
-    job = Job(name="x", sources=sources, batch=Batch(samples=1, context=1), strategy=clean, mixture=clean)
+    job = Job(name="x", sources=sources, batch=Batch(samples=1, context=1), strategy=two, mixture=two)
     with pytest.raises(JobError) as caught:
         write_job(job)
     assert [p.split(":")[0] for p in caught.value.problems] == [

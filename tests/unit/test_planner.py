@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,10 @@ from overlord.messages import Announce, Attach, Build, Built, Cursor, Deliver, E
 from overlord.planner.draw import draw_counts, random_counts, whole_weights
 from overlord.planner.events import still_in_force
 from overlord.planner.schedule import by_source
+from overlord.planner.strategy import llm_balance
 from overlord.planner.stream import SourceStream
 from overlord.runtime.bootstrap import Blueprint, Options
+from overlord.simulation.engine import Delays
 from tests.worlds import Rows, even
 
 # Events
@@ -329,3 +332,70 @@ def test_a_step_built_for_nobody_is_let_go() -> None:
     assembler = building(0)
     assert assembler.handle(Detach(0)) == []
     assert assembler.handle(Built(0)) == [Release(0, 0)]
+
+
+# Failures behind the last sample of a source
+
+
+def failing_end(**changes: Any) -> ov.Job:
+    """Source ``short`` ends with rows that fail; ``long`` goes on for ever."""
+    short = [{"tokens": [1]}] * 9 + [{"tokens": []}] * 4
+    sources = [
+        ov.Source("short", Rows(short), transforms=[ov.Tokens("tokens")], epochs=1, shuffle=False),
+        ov.Source("long", Rows([{"tokens": [2]}] * 50), transforms=[ov.Tokens("tokens")], epochs=None),
+    ]
+    return ov.Job(name="ends", sources=sources, batch=ov.Batch(samples=6, context=8), until=8, slice_rows=4, **changes)
+
+
+@pytest.mark.parametrize("changes", [{}, {"look_ahead": 3}, {"overflow": "defer"}])
+def test_failures_at_the_end_of_a_source_are_listed_when_it_leaves_and_counted_in_the_state(changes: dict[str, Any]) -> None:
+    made = failing_end(**changes)
+    whole = ov.simulate(made, seed=1, save=True, check=True)
+    assert [(q.source, q.row) for q in whole.quarantine] == [(0, 9), (0, 10), (0, 11), (0, 12)]
+    left = [state["active"]["short"] for state in whole.states.values()]
+    assert [state["counts"]["quarantined"]["short"] for state in whole.states.values()] == [0 if active else 4 for active in left]
+    assert set(left) == {True, False}
+    for k, state in whole.states.items():
+        again = ov.simulate(made, seed=k, resume=json.loads(json.dumps(state)), check=True)
+        assert len(again.quarantine) + state["counts"]["quarantined"]["short"] == 4, f"restored after step {k}"
+
+
+@pytest.mark.parametrize("changes", [{}, {"look_ahead": 2}])
+def test_of_two_sources_that_break_in_one_step_the_first_is_named_whoever_was_read_first(changes: dict[str, Any]) -> None:
+    rows = [{"tokens": [1]}] * 12 + [{"tokens": []}] * 5
+    sources = [
+        ov.Source(name, Rows(rows), transforms=[ov.Tokens("tokens")], epochs=1, shuffle=False, max_bad=3, weight=w)
+        for name, w in (("a", 1.0), ("b", 1.0), ("c", 0.01))
+    ]
+    made = ov.Job(name="broken", sources=sources, batch=ov.Batch(samples=4, context=8), slice_rows=3, **changes)
+    runs = [ov.simulate(made, seed=seed, delays=Delays(sigma=3.0), prefetch=2, check=True) for seed in range(25)]
+    assert len({(str(r.error), tuple(r.quarantine), len(r.steps[0])) for r in runs}) == 1
+    assert "source 'a'" in str(runs[0].error)
+
+
+# What a strategy may not do with candidates
+
+
+def test_a_state_with_samples_passed_over_is_refused_by_a_batch_in_tokens() -> None:
+    def last_first(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
+        graph = ov.DGraph.from_buffer(buffer, place, meta="tokens").mix(prefer=lambda candidates, place: -1.0 * candidates.row)
+        return graph.distribute("DP").balance("greedy").plan()
+
+    state = ov.simulate(job(strategy=last_first, look_ahead=3), seed=1, steps=2).end_state
+    assert state["ahead"]
+    other = job(batch=ov.Batch(tokens=10, context=32))
+    with pytest.raises(ov.StateMismatch, match="until a state has no 'ahead'"):
+        ov.launch(other, resume=state, allow=("batch", "look_ahead", "strategy"))
+
+
+@pytest.mark.parametrize("changes", [{"look_ahead": 2}, {"overflow": "defer"}])
+@pytest.mark.parametrize("field", ["step", "tokens", "names"])
+def test_a_choice_that_tells_something_else_than_was_drawn_is_refused(changes: dict[str, Any], field: str) -> None:
+    def doctored(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
+        plan = llm_balance(buffer, place)
+        wrong = {"step": plan.step + 1, "tokens": plan.tokens + 1, "names": plan.names[::-1]}
+        return replace(plan, **{field: wrong[field]})
+
+    run = ov.simulate(job(strategy=doctored, **changes), seed=1)
+    assert isinstance(run.error, ov.PlanError)
+    assert "the strategy changed the drawn samples" in str(run.error)

@@ -15,7 +15,7 @@ import pytest
 SRC = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = SRC / "overlord"
 
-NOUNS = ("errors", "hashing", "hooks", "job", "messages", "placetree", "plan", "planbytes", "plansummary", "sample")
+NOUNS = ("calls", "errors", "hashing", "hooks", "job", "messages", "placetree", "plan", "planbytes", "plansummary", "sample")
 CORES = ("loader.order", "loader.loader", "loader.buffer", "constructor.assembler", "constructor.microbatch")
 PURE = sorted([*NOUNS, *CORES, *(f"planner.{p.stem}" for p in (PACKAGE / "planner").glob("*.py") if p.stem != "__init__")])
 
@@ -28,6 +28,7 @@ STANDARD = {  # what a decision may need of the standard library: no clock, no d
 # A job is told paths and hands YAML over to jobfile.py, a source its rows to sources/dataset.py; neither opens anything itself.
 # A graph hands itself over to be drawn, when asked.
 EXCEPTIONS = {
+    "calls": {"inspect"},  # for the signature of a user's function, no more
     "job": {"os.PathLike", "pathlib.Path", "overlord.jobfile", "overlord.sources.dataset"},
     "placetree": {"os.environ"},  # what ``from_env`` reads when it is given nothing
     "planner.dgraph": {"overlord.observe.mermaid", "overlord.observe.graphpage"},

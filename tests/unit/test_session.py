@@ -680,7 +680,7 @@ SCHEDULES: dict[str, tuple[Any, str]] = {
     "empty": ({}, "all weights are zero"),
     "nothing": (None, "wanted weights"),
     "words": ({"a": "much"}, "finite number"),
-    "text": ("ab", "finite number"),
+    "text": ("ab", "wanted weights"),
 }
 
 
@@ -712,6 +712,7 @@ def test_what_a_schedule_raises_arrives_as_it_is() -> None:
         assert steps == [0, 1, 2]
         assert isinstance(error, KeyError)
         assert error.args == ("phase three",)
+        assert error.__notes__ == ["raised by the strategy or the schedule while step 3 was planned"]
 
 
 def other_place(buffer: ov.Buffer, dp: int) -> ov.LoadingPlan:
@@ -833,3 +834,107 @@ def test_what_was_found_can_be_asked_for_after_the_session_has_ended(tmp_path: P
         session.set_mixture({"s": 1.0})
     with pytest.raises(ov.OverlordError, match="the session is closed"):
         session.skip([3])
+
+
+# What happens at the same time
+
+
+def test_a_client_that_closes_while_the_first_step_is_asked_for_holds_nobody_up() -> None:
+    with launch(job()) as session:
+        stays, leaves, ask = session.client(0), session.client(1), session._pump.ask
+
+        def close_first(*given: Any) -> Any:
+            session._pump.ask = ask  # type: ignore[method-assign]
+            leaves.close()
+            return ask(*given)
+
+        session._pump.ask = close_first  # type: ignore[method-assign, assignment]
+        assert [step for step, _ in take(stays, 8)] == list(range(8))
+
+
+def test_the_state_of_a_session_stays_where_its_last_client_left_it() -> None:
+    with launch(job()) as session:
+        clients = [session.client(0), session.client(1)]
+        for client in clients:
+            take(client, 3)
+        take(clients[0], 1)
+        before = session.state_dict()
+        clients[0].close()
+        clients[1].close()
+        assert before["step"] == 3
+        assert session.state_dict() == before
+
+
+def test_the_state_of_a_session_that_one_rank_has_moved_is_the_one_it_was_moved_to() -> None:
+    with launch(job()) as session:
+        ahead, behind = session.client(0), session.client(1)
+        take(ahead, 3)
+        take(behind, 1)
+        state = ahead.state_dict()
+        ahead.load_state_dict(state)
+        assert session.state_dict() == state
+        behind.load_state_dict(state)
+        assert session.state_dict() == state
+
+
+def test_a_rank_left_behind_saves_no_state_until_it_has_loaded_the_one_of_the_others() -> None:
+    """Its stream is over: a state of it would be written with the events of another."""
+    made = job()
+    with launch(made) as session:
+        clients = [session.client(0), session.client(1)]
+        for client in clients:
+            take(client, 1)
+        early = clients[0].state_dict()
+        session.add_source(replace(made.sources[0], name="c"))
+        for client in clients:
+            take(client, 3)
+        take(clients[0], 1)
+        clients[0].load_state_dict(early)
+        with pytest.raises(OverlordError, match="rank 1: another rank moved the session"):
+            clients[1].state_dict()
+        clients[1].load_state_dict(early)
+        assert clients[1].state_dict() == early
+
+
+def test_states_of_one_step_with_an_event_between_them_are_told_apart_by_it() -> None:
+    with launch(job()) as session:
+        clients = [session.client(0), session.client(1)]
+        for client in clients:
+            take(client, 2)
+        before = clients[0].state_dict()
+        session.skip([9])
+        after = clients[1].state_dict()
+        clients[0].load_state_dict(before)
+        with pytest.raises(StateMismatch, match="load the same state") as refused:
+            clients[1].load_state_dict(after)
+        assert refused.value.differences == {"events": ("[{'event': 'skip', 'steps': [9]}]", "[]")}
+
+
+def test_a_session_closed_while_it_is_moved_to_a_state_leaves_nobody_waiting() -> None:
+    session = launch(job(dp=1))
+    client = session.client(0)
+    take(client, 2)
+    state, ask = client.state_dict(), session._pump.ask
+
+    def close_first(*given: Any) -> Any:
+        session._pump.ask = ask  # type: ignore[method-assign]
+        session.close()
+        return ask(*given)
+
+    session._pump.ask = close_first  # type: ignore[method-assign, assignment]
+    with pytest.raises(OverlordError, match="the session is closed"):
+        client.load_state_dict(state)
+    for _, inbox in session._inboxes.values():
+        with pytest.raises(OverlordError, match="the session is closed"):
+            inbox.get(0.0)
+    assert session._blueprint.workers == 0
+
+
+@pytest.mark.parametrize("where", ["strategy", "schedule"])
+def test_a_strategy_that_runs_out_of_something_is_not_the_end_of_the_data(where: str) -> None:
+    def bad(*given: Any) -> Any:
+        return next(iter(()))
+
+    made = job(dp=1, **({"strategy": bad} if where == "strategy" else {"mixture": bad}))
+    with launch(made) as session, pytest.raises(PlanError, match="step 0: the strategy or the schedule raised StopIteration"):
+        next(session.client(0))

@@ -62,7 +62,8 @@ class Client:
 
     def __init__(
         self, rank: int, inbox: Inbox, *, begin: Callable[[], None], consumed: Callable[[Inbox, int], None], waiting_for: Callable[[], str],
-        export: Callable[[StreamState], dict[str, Any]], rewind: Callable[[Mapping[str, Any], tuple[str, ...]], tuple[Inbox, StreamState]],
+        export: Callable[[Inbox, StreamState], dict[str, Any]],
+        rewind: Callable[[Mapping[str, Any], tuple[str, ...]], tuple[Inbox, StreamState]],
         report: Callable[[Inbox, Any, Any, int], None], start: StreamState, close: Callable[[], None],
         stall_warn_s: float, stall_limit_s: float,
     ):  # fmt: skip
@@ -85,7 +86,8 @@ class Client:
             self._begin = None
         inbox = self._inbox
         stage, bucket = self._wait(inbox)
-        self._state = stage.after
+        if inbox is self._inbox:  # else the session was moved meanwhile, and this client with it
+            self._state = stage.after
         self.steps += 1
         self._consumed(inbox, stage.plan.step)
         return Step(stage, bucket, self.rank)
@@ -129,7 +131,7 @@ class Client:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values: the stream behind the last step yielded. The same on every rank, valid on any mesh."""
-        return self._export(self._state)
+        return self._export(self._inbox, self._state)
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
         """Go on from a saved state. The first rank to do so moves the session; the others must load the same state.

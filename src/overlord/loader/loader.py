@@ -45,12 +45,14 @@ class Loader:
 
     def handle(self, event: Any, now: float = 0.0) -> list[Command]:
         match event:
-            case Refill(must=must, level=level, horizon=horizon):
-                self._must, self._level, self._horizon = max(self._must, must), level, max(self._horizon, horizon)
             case Pop(samples=n):
                 self.ready -= n
                 self.ready_bytes = int(self._bytes_per_sample * self.ready)
                 self._must = max(0, self._must - n)
+                if self.ready >= self._level and self.ready >= self._must:
+                    return []  # every loader hears of every step
+            case Refill(must=must, level=level, horizon=horizon):
+                self._must, self._level, self._horizon = max(self._must, must), level, max(self._horizon, horizon)
             case WindowRead():
                 return self._window_read(event) + self._next_work()
             case Evaluated():

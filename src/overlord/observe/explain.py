@@ -183,13 +183,13 @@ def explain(what: int | str | SampleId, known: Known) -> Explanation:
     """A step by its number; a sample by its id, or by the id's text."""
     if isinstance(what, str):
         return explain_sample(parse_id(what), known)
-    if isinstance(what, SampleId):
-        return explain_sample(what, known)
     try:
-        step = operator.index(what)
+        numbers = [operator.index(n) for n in (what[1:] if isinstance(what, SampleId) else (what,))]
     except TypeError:
         raise PlanError(f"explain: wanted a step's number or a SampleId, found {what!r}") from None
-    return explain_step(stage_of(step, known.stages, known.state.step), known)
+    if isinstance(what, SampleId):
+        return explain_sample(SampleId(what.source, *numbers), known)
+    return explain_step(stage_of(numbers[0], known.stages, known.state.step), known)
 
 
 def stage_of(step: int, stages: Sequence[Stage], following: int) -> Stage:
@@ -317,10 +317,11 @@ def _there(sample: SampleId, known: Known) -> tuple[int, int]:
         raise PlanError(f"no sample {sample}: unknown source {sample.source!r}{did_you_mean(sample.source, known.names)}")
     source = known.names.index(sample.source)
     files, epochs = known.indexes[source].files, known.job.sources[source].epochs if source < len(known.job.sources) else None
-    if sample.file >= len(files):
+    if not 0 <= sample.file < len(files):
         raise PlanError(f"no sample {sample}: source {sample.source!r} has files 0 to {len(files) - 1}")
-    if epochs is not None and sample.epoch >= epochs:
-        raise PlanError(f"no sample {sample}: source {sample.source!r} has {epochs} epoch{'s' * (epochs > 1)}, counted from 0")
+    if sample.epoch < 0 or (epochs is not None and sample.epoch >= epochs):
+        counted = "epochs are" if epochs is None else f"source {sample.source!r} has {epochs} epoch{'s' * (epochs > 1)},"
+        raise PlanError(f"no sample {sample}: {counted} counted from 0")
     chunk = known.whereabouts(source).chunk_of(sample.file, sample.row)
     if chunk < 0:
         raise PlanError(f"no sample {sample}: {files[sample.file].path} has no row {sample.row}")

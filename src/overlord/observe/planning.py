@@ -44,7 +44,7 @@ def planned(job: Job, step: int, progress: Callable[[int], None] | None = None) 
             if progress:
                 progress(min(step + 1, int(session.metrics()["planned_steps"])))
         if taking.ended:
-            raise PlanError(f"the job has no such step: its data ends after {session.metrics()['planned_steps']} steps", step)
+            raise PlanError(f"the job has no such step: it ends after {session.metrics()['planned_steps']} steps", step)
         yield session
 
 

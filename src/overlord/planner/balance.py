@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from overlord.errors import PlanError
+from overlord.plan import ROUNDING
 from overlord.planner import ways
 from overlord.planner.methods import METHODS, BalanceFn, greedy, karmarkar_karp, loads_of, method_named, none, register_balance, zigzag
 from overlord.planner.ways import Placement, Problem
@@ -83,7 +84,7 @@ def _or_one_more(p: Problem, found: Placement, way: ways.Way, time: Callable[[Pr
 def within_memory(p: Problem, found: Placement) -> bool:
     assert p.memory is not None
     bins = found.bucket.astype(np.int64) * found.n_microbatches + found.microbatch
-    return not len(bins) or float(loads_of(bins, p.memory, p.n_buckets * found.n_microbatches).max()) <= p.memory_capacity
+    return not len(bins) or float(loads_of(bins, p.memory, p.n_buckets * found.n_microbatches).max()) <= p.memory_capacity * ROUNDING
 
 
 def joined(p: Problem) -> Problem:
@@ -108,8 +109,8 @@ def _check(p: Problem, level: str, objective: str, keep_order: bool) -> None:
     method_named(p.method)
     if level != "both" and (objective == "microbatch" or keep_order):
         raise PlanError(f'level {level!r} goes with objective "iteration" and without keep_order', remedy='use level "both"')
-    if p.group_size is not None and (p.group_size < 1 or p.n_buckets % p.group_size):
-        raise PlanError(f"group_size: wanted a divisor of the {p.n_buckets} buckets, found {p.group_size}")
+    if p.group_size is not None and (not isinstance(p.group_size, int) or p.group_size < 1 or p.n_buckets % p.group_size):
+        raise PlanError(f"group_size: wanted a divisor of the {p.n_buckets} buckets, found {p.group_size!r}")
     for what, column in (("cost", p.costs), ("memory", p.memory)):
         if column is not None and len(column) and not (np.isfinite(column).all() and column.min() >= 0):
             raise PlanError(f"a {what} is negative, infinite or no number", remedy=f"mend the {what} function")

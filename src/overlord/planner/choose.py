@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from overlord.calls import cannot_take
 from overlord.errors import PlanError
 from overlord.hashing import key64, keyed_hash
 from overlord.placetree import ClientPlaceTree
@@ -33,13 +35,24 @@ def choose(candidates: Buffer, scores: np.ndarray | None) -> Buffer:
 
 
 def checked_scores(scores: np.ndarray, candidates: Buffer) -> np.ndarray:
-    found = np.asarray(scores, np.float64)
+    try:
+        found = np.asarray(scores, np.float64)
+    except (TypeError, ValueError):
+        found = np.zeros(0) if len(candidates) else np.zeros(1)  # of no shape that could be right
     if found.shape != candidates.source.shape or np.isnan(found).any():
         raise PlanError(
             f"prefer: wanted {len(candidates)} numbers, one for each candidate, found shape {found.shape}"
             + (" with some that are no number" if np.isnan(found).any() else ""), candidates.step,
         )  # fmt: skip
     return found
+
+
+def preferred(prefer: Any, candidates: Buffer, place: ClientPlaceTree) -> np.ndarray:
+    """What the strategy's own function says of the candidates, checked."""
+    problem = cannot_take(prefer, ("candidates", "place")) if callable(prefer) else f"wanted a function, found {type(prefer).__name__}"
+    if problem:
+        raise PlanError(f"prefer: {problem}", candidates.step)
+    return checked_scores(prefer(candidates, place), candidates)
 
 
 def overdue(candidates: Buffer) -> np.ndarray:
@@ -51,6 +64,8 @@ def _picked(candidates: Buffer, scores: np.ndarray | None) -> np.ndarray:
     """Rows of the chosen candidates, source by source, in stream order."""
     wanted = np.sum(candidates.wanted, axis=0)
     counts = np.bincount(candidates.source, minlength=len(wanted))
+    if (counts < wanted).any():
+        raise PlanError("some candidates of the draw are missing", candidates.step, "call .mix() before .select(sources=...)")
     if scores is None:
         scores = np.zeros(len(candidates))
     best = np.lexsort((scores, ~overdue(candidates), candidates.source))  # stable: ties stay in stream order
@@ -77,12 +92,15 @@ def fitting(buffer: Buffer, sizes: np.ndarray, n_bins: int, capacity: int) -> np
 def rows_of(plan: LoadingPlan, buffer: Buffer) -> np.ndarray:
     """The row of the buffer that each sample of a plan is; refuses a plan with a sample of its own, or one twice."""
     if len(plan) == len(buffer) and all(getattr(plan, n) is getattr(buffer, n) for n in IDENTITY):
-        return np.arange(len(buffer))
-    there, asked = _hashes(buffer), _hashes(plan)
-    order = np.argsort(there, kind="stable")
-    rows = order[np.minimum(np.searchsorted(there[order], asked), max(0, len(order) - 1))] if len(order) else np.zeros(0, np.int64)
-    known = len(rows) == len(asked) and all(np.array_equal(getattr(buffer, n)[rows], getattr(plan, n)) for n in IDENTITY)
-    if not known or len(np.unique(rows)) != len(rows) or plan.names != buffer.names or plan.step != buffer.step:
+        rows, known = np.arange(len(buffer)), True
+    else:
+        there, asked = _hashes(buffer), _hashes(plan)
+        order = np.argsort(there, kind="stable")
+        rows = order[np.minimum(np.searchsorted(there[order], asked), max(0, len(order) - 1))] if len(order) else np.zeros(0, np.int64)
+        known = len(rows) == len(asked) and all(np.array_equal(getattr(buffer, n)[rows], getattr(plan, n)) for n in IDENTITY)
+        known = known and len(np.unique(rows)) == len(rows)
+    known = known and np.array_equal(plan.tokens, np.asarray(buffer.meta["tokens"])[rows])
+    if not known or plan.names != buffer.names or plan.step != buffer.step:
         raise PlanError("the strategy changed the drawn samples", buffer.step, "a strategy chooses and places samples; it adds none")
     return rows
 
@@ -126,7 +144,7 @@ class HoldLong:
     def __call__(self, candidates: Buffer, place: ClientPlaceTree) -> np.ndarray:
         cost = asked(self.cost, candidates.meta, len(candidates))
         n, ranks = int(np.sum(candidates.wanted)), place.n_buckets("DP")
-        share = float(cost.mean()) * n / ranks if len(cost) else 0.0
+        share = kernel.total(cost) / len(cost) * n / ranks if len(cost) else 0.0
         long, late = cost > share, overdue(candidates)
         paid = float(cost[late & long].max(initial=0.0))  # the step is as slow as this already
         if int(long.sum()) >= ranks:

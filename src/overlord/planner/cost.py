@@ -14,12 +14,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from overlord.calls import cannot_take
 from overlord.errors import PlanError
 from overlord.job import did_you_mean
 from overlord.planner.costbase import Cost, CostFn, LengthCost, Scaled, Sum, fingerprint_of, unit_of
 from overlord.planner.fit import Fitted, fit
 from overlord.planner.models import Transformer, llama_12b, mixtral_8x7b, tmoe_25b, transformer, vit, vit_1b, vit_2b
-from overlord.sample import Column
+from overlord.sample import Column, Columns
 
 __all__ = [
     "Cost", "CostFn", "Fitted", "LengthCost", "Scaled", "Sum", "Transformer", "asked", "fingerprint_of", "fit", "llama_12b", "mixtral_8x7b",
@@ -38,10 +39,10 @@ _REGISTERED: dict[str, CostFn] = {}
 
 def register_cost(name: str, fn: CostFn) -> None:
     """Make ``fn(columns) -> one number each`` known as ``name``, for ``.cost(name)``."""
+    if not isinstance(name, str) or not name or not callable(fn):
+        raise PlanError(f"register_cost: wanted a name and a function, found {name!r} and {fn!r}")
     if name in _BUILT_IN:
         raise PlanError(f"the cost {name!r} is built in", remedy="choose another name")
-    if not name or not callable(fn):
-        raise PlanError(f"register_cost: wanted a name and a function, found {name!r} and {fn!r}")
     _REGISTERED[name] = fn
 
 
@@ -50,14 +51,21 @@ def named(cost: CostFn | str) -> CostFn:
     if callable(cost):
         return cost
     known = {**_BUILT_IN, **_REGISTERED}
-    if cost not in known:
+    if not isinstance(cost, str) or cost not in known:
         raise PlanError(f"unknown cost {cost!r}{did_you_mean(cost, known)}", remedy="add it with register_cost")
     return known[cost]
 
 
 def asked(cost: CostFn | str, columns: Mapping[str, Column], n: int, what: str = "cost") -> np.ndarray:
     """What a cost says of n nodes, checked: it is the user's own code."""
-    numbers, name = np.asarray(named(cost)(columns), np.float64), getattr(cost, "__name__", None) or repr(cost)
+    fn, name = named(cost), getattr(cost, "__name__", None) or repr(cost)
+    if problem := cannot_take(fn, ("columns",)):
+        raise PlanError(f"{what}: {problem}")
+    said = fn(Columns(columns))
+    try:
+        numbers = np.asarray(said, np.float64)
+    except (TypeError, ValueError):
+        raise PlanError(f"{what} function {name}: wanted {n} numbers, found {type(said).__name__} {said!r:.80}") from None
     if numbers.shape != (n,):
         raise PlanError(f"{what} function {name}: wanted {n} numbers, found shape {numbers.shape}")
     if n and not (np.isfinite(numbers).all() and numbers.min() >= 0):

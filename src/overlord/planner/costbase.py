@@ -43,6 +43,11 @@ class Cost:
         """Equal for equal costs, in every process: what the cost is made of, as text."""
         return repr(self)
 
+    @property
+    def title(self) -> str:
+        """For people, who know a model by a few of its numbers."""
+        return repr(self)
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Sum(Cost):
@@ -88,8 +93,8 @@ class Scaled(Cost):
         return unit_of(self.of)
 
     def __repr__(self) -> str:
-        inner = fingerprint_of(self.of)
-        return f"{self.factor:g} * ({inner})" if isinstance(self.of, Sum) else f"{self.factor:g} * {inner}"
+        inner, factor = fingerprint_of(self.of), repr(self.factor).removesuffix(".0")  # every digit: plans follow it
+        return f"{factor} * ({inner})" if isinstance(self.of, Sum) else f"{factor} * {inner}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,8 @@ class LengthCost(Cost):
 
 def over_lengths(columns: Mapping[str, Any], name: str, cost_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """A cost of each length of a metadata column; of a ragged one, summed over the items of every sample."""
+    if not isinstance(columns, Mapping):
+        raise PlanError(f"a cost: wanted metadata columns by name, found {type(columns).__name__}", remedy=f"as in {{{name!r}: lengths}}")
     if name not in columns:
         raise PlanError(f"the cost needs metadata {name!r}; known: {', '.join(sorted(columns))}", remedy="select it or add it with ov.Meta")
     column = columns[name]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +20,11 @@ from overlord.plan import Assignment, LoadingPlan
 from overlord.planner import kernel
 from overlord.planner.balance import Placement, Problem, method_named, place
 from overlord.planner.bindings import Binding, Bound, Edge, edges_of, read_only, unbound
-from overlord.planner.choose import Prefer, choose, fitting
-from overlord.planner.cost import CostFn, asked, named, unit_of
-from overlord.planner.draw import Drawer, Drawn
-from overlord.planner.items import Placeholders, Samples, follow, known_sources, nodes, placeholders
-from overlord.planner.schedule import Schedule, Weights, by_source
+from overlord.planner.byhand import draw_by_hand
+from overlord.planner.choose import Prefer, choose, fitting, preferred
+from overlord.planner.cost import Cost, CostFn, asked, named, unit_of
+from overlord.planner.items import Placeholders, Samples, follow, nodes, of_sources, placeholders
+from overlord.planner.schedule import Schedule, Weights
 from overlord.sample import Buffer, Column, Ragged, loader_is_hidden
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class DGraph:
 
     def __post_init__(self) -> None:
         frozen: dict[str, Any] = {"sample": read_only(self.sample)}
-        frozen["columns"] = {n: read_only(c) if isinstance(c, np.ndarray) else c for n, c in self.columns.items()}
+        frozen["columns"] = MappingProxyType({n: read_only(c) if isinstance(c, np.ndarray) else c for n, c in self.columns.items()})
         if self.costs is not None:
             frozen["costs"] = read_only(self.costs)
         if self.memory is not None:
@@ -69,11 +70,14 @@ class DGraph:
 
     @staticmethod
     def from_buffer(buffer: Buffer, place: ClientPlaceTree, meta: str | Sequence[str] | None = None) -> DGraph:
+        for what, value, kind in (("buffer", buffer, Buffer), ("place", place, ClientPlaceTree)):
+            if not isinstance(value, kind):
+                raise PlanError(f"DGraph.from_buffer: wanted a {kind.__name__} as {what}, found {type(value).__name__}")
         names = (meta,) if isinstance(meta, str) else tuple(meta or ())
         sample, columns, items = nodes(buffer, names)
         return DGraph(buffer=buffer, tree=place, sample=sample, columns=columns, meta=names, items=items)
 
-    def select(self, *meta: str, sources: Sequence[str] | None = None, merge: int = 1) -> DGraph:
+    def select(self, *meta: str, sources: str | Sequence[str] | None = None, merge: int = 1) -> DGraph:
         """The graph over these metadata columns (a ragged one gives a node per item), and over these sources only.
 
         ``merge``: the encoder makes one output token of ``merge`` x ``merge`` patches, where no metadata says how many it makes.
@@ -81,19 +85,16 @@ class DGraph:
         self._before("select", "balance", self.placement)
         if not isinstance(merge, int) or merge < 1:
             raise PlanError(f"select: merge wanted a whole number of at least 1, found {merge!r}", self.buffer.step)
-        buffer, names = self.buffer, meta or self.meta
-        narrowed = self.sources if sources is None else tuple(s for s in sources if s not in buffer.names or s in (self.sources or sources))
-        chosen = None if narrowed is None else np.isin(np.arange(len(buffer.names)), known_sources(buffer, narrowed))[buffer.source]
-        if chosen is not None and not buffer.drawn:  # candidates: what is left out is not drawn
-            buffer, chosen = buffer.take(np.flatnonzero(chosen)), None
-        sample, columns, items = nodes(buffer, names)
-        if chosen is not None:
-            kept = chosen[sample]
-            sample, columns = sample[kept], {n: c[kept] for n, c in columns.items()}
+        buffer, names, sources = self.buffer, meta or self.meta, (sources,) if isinstance(sources, str) else sources
+        before = buffer.names if self.sources is None else self.sources
+        narrowed = self.sources if sources is None else tuple(s for s in sources if s not in buffer.names or s in before)
+        if narrowed is not None and not buffer.drawn:  # candidates: what is left out is not drawn
+            buffer = buffer.take(of_sources(buffer, narrowed))
+        sample, columns, items = nodes(buffer, names, narrowed)
         what = ", ".join((*names, *(() if sources is None else (f"sources {', '.join(sources)}",))))
         return replace(
             self, buffer=buffer, sample=sample, columns=columns, meta=names, items=items, sources=narrowed, merge=merge, costs=None,
-            memory=None,
+            memory=None, unit="",
             trail=(*self.trail, f"select({what})"),
         )  # fmt: skip
 
@@ -108,25 +109,27 @@ class DGraph:
         """
         self._before("mix", "mix", self.mixed or None)
         given, drawn_by_job = self.buffer, self.buffer.drawn or bool(self.buffer.wanted)
-        if drawn_by_job and (schedule is not None or look_ahead != 1):
-            raise PlanError(
-                "the job's mixture has drawn this step already", given.step, "call .mix(); change Job.mixture or Job.look_ahead"
-            )
+        if drawn_by_job and (schedule is not None or look_ahead != 1 or draw != "exact" or seed):
+            remedy = "call .mix(); change mixture, draw, seed or look_ahead of the job"
+            raise PlanError("the job's mixture has drawn this step already", given.step, remedy)
         if given.drawn and given.overflow == "grow":
             return replace(self, mixed=True, trail=(*self.trail, "mix()"))
+        self._before("mix", "balance", self.placement)  # of other nodes
+        self._before("mix", "cost", self.costs)
         if not drawn_by_job:
             if schedule is None:
                 raise PlanError("a hand-made buffer has no draw yet", given.step, "give .mix() a schedule or weights")
             if draw not in ("exact", "random"):
                 raise PlanError(f"unknown draw {draw!r}; known: exact, random", given.step)
-            given = _draw(given, schedule, draw, seed, look_ahead)
+            given = draw_by_hand(given, schedule, draw, seed, look_ahead)
         if given.drawn:
             context, n_bins = given.batch.context, self.tree.n_buckets("DP") * given.batch.microbatches
-            self.check_sizes(context)
-            buffer = given.take(fitting(given, self.sizes(), n_bins, context))
+            whole = DGraph.from_buffer(given, self.tree)  # all samples, whatever this graph is over
+            whole.check_sizes(context)
+            buffer = given.take(fitting(given, whole.sizes(), n_bins, context))
         else:
-            buffer = choose(given, given.scores if prefer is None else prefer(given, self.tree))
-        sample, columns, items = nodes(buffer, self.meta)
+            buffer = choose(given, given.scores if prefer is None else preferred(prefer, given, self.tree))
+        sample, columns, items = nodes(buffer, self.meta, self.sources)
         what = "" if drawn_by_job else draw
         what += "" if len(buffer) == len(given) else f"{', ' if what else ''}{len(buffer)} of {len(given)} candidates"
         return replace(self, buffer=buffer, sample=sample, columns=columns, items=items, mixed=True, trail=(*self.trail, f"mix({what})"))
@@ -178,6 +181,8 @@ class DGraph:
         batch = self.buffer.batch
         if capacity is None:
             capacity = 0 if self.items else batch.context
+        if not isinstance(capacity, (int, np.integer)) or capacity < 0:
+            raise PlanError(f"capacity: wanted a whole number of tokens (0: none), found {capacity!r}", self.buffer.step)
         self.check_sizes(capacity)
         self._check_memory(memory_capacity)
         assert graph.costs is not None
@@ -197,7 +202,7 @@ class DGraph:
 
     def _check_memory(self, capacity: float | None) -> None:
         """Memory has a function and a bound, or neither; a node that alone breaks the bound is named."""
-        if capacity is not None and not 0 < capacity < float("inf"):
+        if capacity is not None and (not isinstance(capacity, (int, float, np.integer)) or not 0 < capacity < float("inf")):
             raise PlanError(f"memory_capacity: wanted a number above 0, found {capacity!r}", self.buffer.step)
         if (self.memory is None) != (capacity is None):
             lacks = "balance(memory_capacity=) was not given" if capacity is None else "cost(memory=) was not given"
@@ -221,6 +226,7 @@ class DGraph:
         before each microbatch; ``"iteration"``: all together. ``stay``: items stay on the ranks of their sample's bucket.
         """
         self._before("follow", "balance", self.placement)
+        self._check_module("follow(): the other graph", samples)
         if self.axis is None or samples.axis is None or samples.placement is None or samples.items:
             raise PlanError("follow() wants distributed items and balanced samples", self.buffer.step, "call .distribute(axis) first")
         graph = self if self.costs is not None else replace(self, costs=self.sizes().astype(np.float64))
@@ -254,8 +260,7 @@ class DGraph:
         if "backbone" in modules:
             raise PlanError("the graph that .plan() is called on is the backbone", b.step, "give the other module another name")
         for name, graph in modules.items():
-            if not all(np.array_equal(getattr(graph.buffer, n), getattr(b, n)) for n in ("source", "epoch", "file", "row", "part")):
-                raise PlanError(f"module {name!r} was made from other samples", b.step, "start both graphs from one mixed graph")
+            self._check_module(f"module {name!r}", graph)
         tokens = b.column("tokens")
         assert isinstance(tokens, np.ndarray)
         units = {name: graph.unit for name, graph in {"backbone": self, **modules}.items() if graph.unit}
@@ -267,6 +272,13 @@ class DGraph:
             modules={"backbone": self._assignment("backbone"), **{n: g._assignment(n, ends[n]) for n, g in modules.items()}},
             extra={"trail": list(self.trail), "weights": dict(b.weights), **{k: v for k, v in (("unit", units), ("cut", cut)) if v}},
         ).validate()  # fmt: skip
+
+    def _check_module(self, what: str, graph: Any) -> None:
+        """Another graph of the same samples; or why it cannot stand beside this one."""
+        if not isinstance(graph, DGraph):
+            raise PlanError(f"{what}: wanted a DGraph, found {type(graph).__name__}", self.buffer.step, "give the graph, not its plan")
+        if not all(np.array_equal(getattr(graph.buffer, n), getattr(self.buffer, n)) for n in ("source", "epoch", "file", "row", "part")):
+            raise PlanError(f"{what} was made from other samples", self.buffer.step, "start both graphs from one mixed graph")
 
     def _assignment(self, name: str, ends: Placeholders | None = None) -> Assignment:
         if not self.mixed:
@@ -361,40 +373,5 @@ def _slots(bins: np.ndarray, n_bins: int) -> np.ndarray:
     return slot
 
 
-class _Front:
-    """The candidates of one source, all known: what the draw asks of a stream."""
-
-    ended = True
-
-    def __init__(self, tokens: np.ndarray):
-        self.ready = len(tokens)
-        self._ends = np.concatenate([[0], np.cumsum(tokens, dtype=np.int64)])
-
-    def samples_for(self, start: int, tokens: int) -> tuple[int, int]:
-        stop = min(int(np.searchsorted(self._ends, self._ends[start] + tokens)), self.ready)
-        return stop - start, int(self._ends[stop] - self._ends[start])
-
-
-def _draw(buffer: Buffer, schedule: Schedule | Weights, draw: str, seed: int, look_ahead: int) -> Buffer:
-    """The candidates of step ``buffer.step``, drawn with nothing owed by the exact rule of docs/stream.md."""
-    if not isinstance(look_ahead, int) or look_ahead < 1 or (look_ahead > 1 and buffer.batch.samples is None):
-        raise PlanError(
-            f"look_ahead: wanted a whole number of at least 1 (above 1 with a batch in samples), found {look_ahead!r}", buffer.step
-        )
-    said = schedule(buffer.step, {}) if callable(schedule) else schedule
-    weights = by_source(said, buffer.names)
-    if draw == "random" and buffer.batch.tokens is not None:
-        raise PlanError('draw="random" goes with a batch in samples', buffer.step)
-    tokens = buffer.column("tokens")
-    assert isinstance(tokens, np.ndarray)
-    rows = [np.flatnonzero(buffer.source == i) for i in range(len(buffer.names))]
-    drawer = Drawer(samples=buffer.batch.samples, tokens=buffer.batch.tokens, draws=1, random=draw == "random", seed=seed, fill=True)
-    n = len(rows)
-    drawn = drawer.draw(buffer.step, weights, [0] * n, [True] * n, [_Front(tokens[r]) for r in rows])
-    assert isinstance(drawn, Drawn), "every front has ended, so nothing can be missing"
-    shown = np.concatenate([r[: look_ahead * k] for r, k in zip(rows, drawn.counts[0], strict=True)]) if rows else np.zeros(0, np.int64)
-    return replace(buffer.take(shown), wanted=drawn.counts, weights=dict(zip(buffer.names, weights, strict=True)))
-
-
 def _name(fn: Any) -> str:
-    return getattr(fn, "__name__", None) or repr(fn)
+    return getattr(fn, "__name__", None) or (fn.title if isinstance(fn, Cost) else repr(fn))

@@ -63,6 +63,13 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     return floors
 
 
+def owed_behind(owed: Sequence[int], left: Sequence[int], weights: Sequence[float], active: Sequence[bool]) -> tuple[int, ...]:
+    """The accounts when some drawn samples were left for later: the step was so much smaller, and so are the targets. Without that a
+    job that overflows at every step owes ever more, and what is owed outweighs any mixture that is set later."""
+    whole = whole_weights([w if a else 0.0 for w, a in zip(weights, active, strict=True)])
+    return tuple(o + n * UNIT - sum(left) * w for o, n, w in zip(owed, left, whole, strict=True))
+
+
 def draw_counts(n: int, weights: Sequence[int], owed: list[int]) -> list[int]:
     """How many of n samples each source gives; brings ``owed`` up to date. Earliest deadline first."""
     for i, w in enumerate(weights):

@@ -55,8 +55,13 @@ def fit(samples: Sequence[Any], seconds: Sequence[float] | np.ndarray, *, column
     Measure microbatches that differ in tokens and in how these are cut into documents: 64 short ones, a few long ones, one as
     long as the context. Take the median of some runs after a warm-up.
     """
-    rows = [_terms(sample[column] if isinstance(sample, Mapping) else sample) for sample in samples]
-    times = [float(t) for t in seconds]
+    if not all(hasattr(given, "__len__") for given in (samples, seconds)):
+        raise PlanError(f"cost.fit: wanted a list of microbatches and a list of seconds, found {samples!r:.40} and {seconds!r:.40}")
+    rows = [_terms(_lengths(sample, column)) for sample in samples]
+    try:
+        times = [float(t) for t in seconds]
+    except (TypeError, ValueError) as e:
+        raise PlanError(f"cost.fit: a time is no number: {e}; wanted seconds above 0") from None
     if len(rows) != len(times):
         raise PlanError(f"cost.fit: {len(rows)} microbatches and {len(times)} times")
     if bad := [t for t in times if not 0 < t < math.inf]:
@@ -69,15 +74,27 @@ def fit(samples: Sequence[Any], seconds: Sequence[float] | np.ndarray, *, column
     gram = [[Fraction(math.fsum(row[i] * row[j] for row in table)) for j in range(3)] for i in range(3)]
     _check_apart(gram)
     found = [float(x) / s for x, s in zip(_not_negative(table, gram), scale, strict=True)]
-    errors = [abs(sum(x * f for x, f in zip(row, found, strict=True)) / t - 1) for row, t in zip(rows, times, strict=True)]
+    linear, square, constant = found  # added one by one: what sum() gives depends on the version of Python
+    errors = [abs((linear * a + square * b + constant * one) / t - 1) for (a, b, one), t in zip(rows, times, strict=True)]
     return Fitted(
-        linear=found[0], square=found[1], constant=found[2], worst_error=max(errors), mean_error=math.fsum(errors) / len(errors),
+        linear=linear, square=square, constant=constant, worst_error=max(errors), mean_error=math.fsum(errors) / len(errors),
         measurements=len(times), column=column,
     )  # fmt: skip
 
 
+def _lengths(sample: Any, column: str) -> Any:
+    if not isinstance(sample, Mapping):
+        return sample
+    if column not in sample:
+        raise PlanError(f"cost.fit: a microbatch has no column {column!r}; known: {', '.join(map(str, sample))}", remedy="give column=")
+    return sample[column]
+
+
 def _terms(lengths: Any) -> tuple[float, float, float]:
-    length = np.asarray(lengths, np.float64).reshape(-1)
+    try:
+        length = np.asarray(lengths, np.float64).reshape(-1)
+    except (TypeError, ValueError):
+        raise PlanError(f"cost.fit: wanted the lengths of a microbatch's documents, found {lengths!r:.80}") from None
     if not len(length) or not (np.isfinite(length).all() and length.min() >= 0):
         raise PlanError("cost.fit: a microbatch has no documents, or one whose length is no length")
     return math.fsum(length.tolist()), math.fsum((length * length).tolist()), 1.0
@@ -98,16 +115,9 @@ def _check_apart(gram: list[list[Fraction]]) -> None:
 def _not_negative(table: list[list[float]], gram: list[list[Fraction]]) -> list[Fraction]:
     """Least squares without negative coefficients: of all choices of terms, the best one whose solution has none."""
     right = [Fraction(math.fsum(row[i] for row in table)) for i in range(3)]
-    best, least = [Fraction(0)] * 3, math.inf
-    for size in (3, 2, 1):
-        for chosen in combinations(range(3), size):
-            solution = _solve(gram, right, list(chosen))
-            if min(solution) < 0:
-                continue
-            missing = math.fsum((1.0 - sum(x * float(f) for x, f in zip(row, solution, strict=True))) ** 2 for row in table)
-            if missing < least:
-                best, least = solution, missing
-    return best
+    solutions = [_solve(gram, right, list(chosen)) for size in (3, 2, 1) for chosen in combinations(range(3), size)]
+    # What a least-squares solution explains is its product with the right side; the first of equals has the most terms.
+    return max((s for s in solutions if min(s) >= 0), key=lambda s: sum(x * r for x, r in zip(s, right, strict=True)))
 
 
 def _solve(gram: list[list[Fraction]], right: list[Fraction], chosen: list[int]) -> list[Fraction]:

@@ -19,54 +19,57 @@ from overlord.sample import Buffer, Ragged, take_rows
 Pieces = Sequence[tuple[int, Piece]]  # (source, run of its samples), source by source, in stream order
 
 
+class Joined:
+    """Pieces as columns, one row a sample: joined once for all that asks."""
+
+    def __init__(self, pieces: Pieces):
+        self.parts = [p for _, p in pieces]
+        self.where = np.array([i for i, _ in pieces], np.int64)  # source of each piece
+        self.sizes = np.array([p.stop - p.start for p in self.parts], np.int64)
+        self.at = np.array([p.at[:3] for p in self.parts], np.int64).reshape(-1, 3)  # epoch, group, window of each piece
+        self.file, self.row, self.part = (self._column(name) for name in ("file", "row", "part"))
+
+    def _column(self, name: str) -> np.ndarray:
+        columns = [getattr(p.found, name)[p.start : p.stop] for p in self.parts]
+        return np.concatenate(columns) if columns else np.zeros(0, np.int64)
+
+    def cursors_behind(self, cursors: np.ndarray) -> np.ndarray:
+        """The cursors when all samples are drawn: a source's last piece ends at its cursor."""
+        last, end = np.append(self.where[1:] != self.where[:-1], True), np.cumsum(self.sizes) - 1
+        source, end, moved = self.where[last], end[last], cursors.copy()
+        moved[source, :3] = self.at[last]
+        moved[source, 3:] = np.stack([self.file[end], self.row[end], self.part[end]], axis=1)
+        return moved
+
+    def holders(self, first_loader: np.ndarray) -> np.ndarray:
+        """Loader of every sample; source i's loaders are numbered from ``first_loader[i]`` on."""
+        first = np.repeat(first_loader[self.where], self.sizes)
+        if len(first_loader) == int(first_loader[-1]) + 1 or not self.parts:  # one loader each
+            return first
+        shares = zip(self.sizes, self.parts, strict=True)
+        return first + np.concatenate(
+            [np.full(n, p.loader) if isinstance(p.loader, int) else p.loader[p.start : p.stop] for n, p in shares]
+        )
+
+
 def gather(
-    pieces: Pieces, order: np.ndarray, substep: np.ndarray | None, *, spec: PlannerSpec, state: StreamState, weights: Sequence[float]
+    pieces: Joined, order: np.ndarray, substep: np.ndarray | None, *, spec: PlannerSpec, state: StreamState, weights: Sequence[float]
 ) -> Buffer:
-    """The samples of the pieces, joined, in the given order. Read-only: the plan is compared with these very arrays."""
-    parts, n = [p for _, p in pieces], _sizes(pieces)
-
-    def column(name: str, dtype: type) -> np.ndarray:
-        return np.concatenate([getattr(p.found, name)[p.start : p.stop] for p in parts])[order].astype(dtype)
-
-    meta = {name: take_rows(values, order) for name, values in step_meta(parts).items()}
-    had = {name for p in parts for name in p.found.meta}
+    """The samples of the pieces in the given order. Read-only: the plan is compared with these very arrays."""
     names = present(spec.names, state.events, state.step)
-    absent = tuple(dict.fromkeys(name for s in spec.sources[: len(names)] for name in s.meta if name not in had))
+    meta = {name: take_rows(values, order) for name, values in step_meta(pieces.parts).items()}
+    own = dict.fromkeys(name for s in spec.sources[: len(names)] for name in s.meta)
+    had = {name for p in pieces.parts for name in p.found.meta} if own else ()
     buffer = Buffer(
-        names=names, source=np.repeat([i for i, _ in pieces], n)[order].astype(np.int32),
-        epoch=np.repeat([p.at[0] for p in parts], n)[order].astype(np.int32),
-        file=column("file", np.int32), row=column("row", np.int64), part=column("part", np.int32), meta=meta,
-        batch=spec.batch, step=state.step, drawn=True, substep=substep, weights=dict(zip(names, weights, strict=False)), absent=absent,
+        names=names, source=np.repeat(pieces.where, pieces.sizes)[order].astype(np.int32),
+        epoch=np.repeat(pieces.at[:, 0], pieces.sizes)[order].astype(np.int32), file=pieces.file[order].astype(np.int32),
+        row=pieces.row[order].astype(np.int64), part=pieces.part[order].astype(np.int32), meta=meta, batch=spec.batch, step=state.step,
+        drawn=True, substep=substep, weights=dict(zip(names, weights, strict=False)), absent=tuple(n for n in own if n not in had),
     )  # fmt: skip
     arrays = [array for c in meta.values() for array in ((c.values, c.offsets) if isinstance(c, Ragged) else (c,))]
     for array in (buffer.source, buffer.epoch, buffer.file, buffer.row, buffer.part, *arrays):
         array.flags.writeable = False
     return buffer
-
-
-def _sizes(pieces: Pieces) -> np.ndarray:
-    return np.array([p.stop - p.start for _, p in pieces], np.int64)
-
-
-def cursors_behind(pieces: Pieces, cursors: np.ndarray) -> np.ndarray:
-    """The cursors when all samples of the pieces are drawn: a source's last piece ends at its cursor."""
-    moved = cursors.copy()
-    for i, p in dict(pieces).items():
-        moved[i] = (*p.at[:3], p.found.file[p.stop - 1], p.found.row[p.stop - 1], p.found.part[p.stop - 1])
-    return moved
-
-
-def holders(pieces: Pieces, first_loader: np.ndarray) -> np.ndarray:
-    """Loader of every sample of the pieces; source i's loaders are numbered from ``first_loader[i]`` on."""
-    if not pieces:
-        return np.zeros(0, np.int64)
-    n = _sizes(pieces)
-    first = np.repeat(first_loader[[i for i, _ in pieces]], n)
-    if len(first_loader) == int(first_loader[-1]) + 1:  # one loader each
-        return first
-    return first + np.concatenate(
-        [np.full(k, p.loader) if isinstance(p.loader, int) else p.loader[p.start : p.stop] for k, (_, p) in zip(n, pieces, strict=True)]
-    )
 
 
 def check_plan(plan: Any, buffer: Buffer, place: ClientPlaceTree) -> None:

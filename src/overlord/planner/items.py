@@ -15,15 +15,22 @@ import numpy as np
 
 from overlord.errors import PlanError
 from overlord.placetree import ClientPlaceTree
-from overlord.planner import kernel
-from overlord.planner.balance import Placement, method_named
+from overlord.planner.ways import Placement, Problem, nested
 from overlord.sample import Buffer, Ragged
 
 PER = ("iteration", "microbatch")
 
 
-def nodes(buffer: Buffer, names: Sequence[str]) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
-    """(buffer row of each node, metadata columns, whether nodes are items)."""
+def nodes(buffer: Buffer, names: Sequence[str], sources: Sequence[str] | None = None) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
+    """(buffer row of each node, metadata columns, whether nodes are items), of these sources only."""
+    sample, columns, items = _all_nodes(buffer, names)
+    if sources is None:
+        return sample, columns, items
+    kept = np.isin(sample, of_sources(buffer, sources))
+    return sample[kept], {n: c[kept] for n, c in columns.items()}, items
+
+
+def _all_nodes(buffer: Buffer, names: Sequence[str]) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
     if not names:
         return np.arange(len(buffer)), {n: c for n, c in buffer.meta.items() if isinstance(c, np.ndarray)}, False
     found = {name: buffer.column(name) for name in names}
@@ -41,11 +48,12 @@ def nodes(buffer: Buffer, names: Sequence[str]) -> tuple[np.ndarray, dict[str, n
     return sample, dict(sorted(columns.items(), key=lambda c: c[0] not in ragged)), True
 
 
-def known_sources(buffer: Buffer, sources: Sequence[str]) -> list[int]:
+def of_sources(buffer: Buffer, sources: Sequence[str]) -> np.ndarray:
+    """Rows of the buffer that come from these sources."""
     unknown = [s for s in sources if s not in buffer.names]
     if unknown:
         raise PlanError(f"unknown source {unknown[0]!r}; known: {', '.join(buffer.names)}", buffer.step)
-    return [buffer.names.index(s) for s in sources]
+    return np.flatnonzero(np.isin(buffer.source, [buffer.names.index(s) for s in sources]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -138,28 +146,13 @@ def follow(
     slot, m = (samples.microbatch, samples.n_microbatches) if per == "microbatch" else (nowhere, 1)
     group, ranks = (samples.bucket, np.array(tree.buckets(samples.axis))) if stay else (nowhere, np.arange(tree.n_buckets(axis))[None])
     parent, n_parents, n_bins = group.astype(np.int64) * m + slot, len(ranks) * m, ranks.shape[1]
-    bins = _inside(costs, sizes, parent, n_parents, n_bins, method)
+    bins = nested(Problem(costs=costs, sizes=sizes, n_buckets=n_bins, method=method), parent, n_parents, n_bins)
     if m > 1 and n_bins > 1 and method != "none":
         bins = _evened(costs, parent, bins, len(ranks), m, n_bins)
     way = ("inside the groups" if stay else "over all ranks") + (", slot by slot" if per == "microbatch" else "")
     return Placement(
         bucket=ranks[group, bins].astype(np.int32), microbatch=slot.astype(np.int32, copy=False), n_microbatches=m, way=way
     )  # fmt: skip
-
-
-def _inside(costs: np.ndarray, sizes: np.ndarray, parent: np.ndarray, n_parents: int, n_bins: int, method: str) -> np.ndarray:
-    """The method inside every parent; greedy does all parents in one sweep when they are many and their bins few."""
-    if n_bins == 1:
-        return np.zeros(len(parent), np.int32)
-    fn = method_named(method)
-    if method == "greedy" and n_parents >= kernel.FEW_BINS and n_bins <= n_parents:
-        return kernel.pack_inside(parent, costs, sizes, n_parents=n_parents, n_bins=n_bins)
-    bins = np.empty(len(parent), np.int32)
-    for rows in np.split(kernel.by_key(parent, n_parents), np.cumsum(np.bincount(parent, minlength=n_parents))[:-1]):
-        bins[rows] = fn(costs[rows], n_bins, 0, sizes[rows]) if len(rows) else 0
-    if len(bins) and not 0 <= int(bins.min()) <= int(bins.max()) < n_bins:
-        raise PlanError(f"balance method {method!r} gave a bin outside 0..{n_bins - 1}")
-    return bins
 
 
 def _evened(costs: np.ndarray, parent: np.ndarray, bins: np.ndarray, n_groups: int, m: int, n_bins: int) -> np.ndarray:

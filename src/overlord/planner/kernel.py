@@ -17,9 +17,12 @@ import numpy as np
 FEW_BINS = 24  # below this a heap step per item is cheaper than numpy rounds (measured with 16 and 64 items a bin)
 MANY_BINS = 12  # from here on one pass over all bins is cheaper than one pass each
 RADIX_FROM = 2048  # below this one stable argsort is cheaper than four passes
+FEW_ROUNDS, WORTH_A_ROUND = 64, 32  # rounds that place fewer items than this on average lose against the heap
 SWAP_ROUNDS = 64  # of the local search; eight samples a rank need up to 40 to come within 0.1 percent
+SWAP_LAST = 16  # exchanges of the heaviest row alone, when the rounds find no more
 SWAP_MISSES = 8  # rounds in a row without an exchange
 SWAP_CELLS = 1 << 18  # exchanges looked at in a round: few rows at a time where rows are long, which need it least
+SWAP_ITEMS = 511  # of a row that are looked at, the dearest: with an empty place two rows of them are SWAP_CELLS exchanges
 NOWHERE = -1  # the bin of an item that found no room
 
 
@@ -32,6 +35,11 @@ def by_falling(values: np.ndarray) -> np.ndarray:
         return np.argsort(-np.asarray(values, np.float64), kind="stable")
     bits = ~(np.ascontiguousarray(values, np.float64) + 0.0).view(np.uint64)  # + 0.0 turns -0.0 into 0.0
     return _radix(bits, 4)
+
+
+def total(values: np.ndarray) -> float:
+    """Added one by one: ``sum`` adds in an order of numpy's choice, and the last digit could decide a plan."""
+    return float(np.cumsum(values)[-1]) if len(values) else 0.0
 
 
 def by_key(keys: np.ndarray, bound: int) -> np.ndarray:
@@ -109,8 +117,12 @@ def _by_heap(c: np.ndarray, loads: np.ndarray) -> np.ndarray:
 
 
 def _by_rounds(c: np.ndarray, loads: np.ndarray) -> np.ndarray:
-    bins, at = np.empty(len(c), np.int32), 0
+    bins, at, rounds = np.empty(len(c), np.int32), 0, 0
     while at < len(c):
+        rounds += 1
+        if rounds > FEW_ROUNDS and at < WORTH_A_ROUND * rounds:  # loads so uneven that only few bins take what is left
+            bins[at:] = _by_heap(c[at:], loads)
+            break
         k = min(len(loads), len(c) - at)
         order = np.argsort(loads, kind="stable")[:k]
         light = loads[order]
@@ -222,22 +234,35 @@ def fill_up(left: np.ndarray, costs: np.ndarray, sizes: np.ndarray, *, n_bins: i
     In every round each bin takes the largest item left that it has room for, none costing more than ``most`` in all. Long
     items end up together, so that bins hold as much work as bins of this capacity can.
     """
-    room, slack = np.full(n_bins, capacity, np.int64), np.full(n_bins, most)
+    bins, room, slack = np.arange(n_bins), np.full(n_bins, capacity, np.int64), np.full(n_bins, most)
     size, cost = sizes[left], costs[left]
     small, cheap = -size, -np.maximum.accumulate(cost[::-1])[::-1]  # the dearest from here on: it falls like the sizes
-    taken, at, number = np.full(len(left), NOWHERE, np.int32), np.arange(len(left)), np.arange(n_bins)
+    taken, at = np.full(len(left), NOWHERE, np.int32), np.arange(len(left))
     while len(at):
         wants = np.searchsorted(at, np.maximum(np.searchsorted(small, -room), np.searchsorted(cheap, -slack)))
-        order = np.argsort(wants, kind="stable")
-        pick = np.maximum.accumulate(wants[order] - number) + number  # each its own: the next one where two want the same
-        bins, pick = order[pick < len(at)], pick[pick < len(at)]
-        if not len(pick):
+        going = wants < len(at)  # the others will never have room again
+        bins, room, slack, wants = bins[going], room[going], slack[going], wants[going]
+        if not len(bins):
             break
-        taken[at[pick]] = bins
-        room[bins] -= size[at[pick]]
-        slack[bins] -= cost[at[pick]]
-        at = np.delete(at, pick)
+        rounds = 1 if wants.any() else _sure_rounds(room, slack, int(size[at[0]]), -float(cheap[at[0]]), len(at))
+        if rounds > 1:  # all take what comes next
+            order, pick = np.arange(len(bins)), np.arange(rounds * len(bins)).reshape(rounds, -1)
+        else:
+            order = np.argsort(wants, kind="stable")
+            pick = np.maximum.accumulate(wants[order] - np.arange(len(bins))) + np.arange(len(bins))  # where two want one, the next
+            order, pick = order[pick < len(at)], pick[None, pick < len(at)]
+        taken[at[pick]] = bins[order]
+        room[order] -= size[at[pick]].sum(axis=0)
+        slack[order] = np.subtract.accumulate(np.vstack([slack[order], cost[at[pick]]]))[-1]
+        at = np.delete(at, pick.reshape(-1))
     return taken
+
+
+def _sure_rounds(room: np.ndarray, slack: np.ndarray, size: int, cost: float, n_items: int) -> int:
+    """Rounds in which every bin has room for the next item, when none is larger or dearer than this: 1 at least."""
+    by_size = int(room.min()) // size if size else n_items
+    by_cost = int(min(0.999 * float(slack.min()) / cost, n_items)) if cost else n_items  # a little less: slack is rounded as it shrinks
+    return max(1, min(n_items // len(room), by_size, by_cost))
 
 
 def even_out(
@@ -251,14 +276,11 @@ def even_out(
     loads = np.bincount(rows, weights=costs, minlength=n_rows)
     if n_rows < 2 or not len(rows) or loads.max() <= aim:
         return rows
-    width = int(np.bincount(rows, minlength=n_rows).max()) + moves  # an empty place is an item of no cost and no size
-    held = np.full((n_rows, width), len(rows))
-    order = by_key(rows, n_rows)
-    counts = np.bincount(rows, minlength=n_rows)
-    held[rows[order], np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)] = order
-    c, s = np.append(costs, 0.0), np.append(np.zeros(len(rows), np.int64) if sizes is None else sizes, 0)
-    room = (capacity or 2**62) - s[held].sum(axis=1)
-    missed = 0
+    sizes = np.zeros(len(rows), np.int64) if sizes is None else sizes
+    room = (capacity or 2**62) - np.bincount(rows, weights=sizes, minlength=n_rows).astype(np.int64)
+    held = _held(rows, costs, n_rows, moves)
+    c, s = np.append(costs, 0.0), np.append(sizes, 0)  # an empty place is an item of no cost and no size
+    width, missed = held.shape[1], 0
     for _ in range(SWAP_ROUNDS):
         order = by_falling(loads)
         heavy = order[: max(1, min(n_rows // 2, SWAP_CELLS // (width * width)))]
@@ -267,22 +289,51 @@ def even_out(
             break
         light = order[::-1][(np.arange(len(heavy)) + missed * len(heavy)) % (n_rows // 2)]
         missed = 0 if _swap(held, c, s, loads, room, heavy, light) else missed + 1
-    out = np.empty(len(rows) + 1, rows.dtype)
+    for _ in range(SWAP_LAST):  # those that found no partner: with the best of many
+        heaviest = int(loads.argmax())
+        light = np.argsort(loads, kind="stable")[: max(1, min(n_rows // 2, SWAP_CELLS // (8 * width * width)))]
+        if loads[heaviest] <= aim or not _swap(held, c, s, loads, room, np.full(len(light), heaviest), light, one=True):
+            break
+    out = np.append(rows, rows[:1])
     out[held] = np.arange(n_rows, dtype=rows.dtype)[:, None]
     return out[:-1]
 
 
+def _held(rows: np.ndarray, costs: np.ndarray, n_rows: int, moves: bool) -> np.ndarray:
+    """The items of every row, of a long row the dearest, in stream order; ``len(rows)`` stands for none, once at least for moves."""
+    counts = np.bincount(rows, minlength=n_rows)
+    order = by_key(rows, n_rows)
+    if counts.max() > SWAP_ITEMS:
+        dear = by_falling(costs)
+        dear = dear[by_key(rows[dear], n_rows)]
+        seen = np.zeros(len(rows), bool)
+        seen[dear[_number(counts) < SWAP_ITEMS]] = True
+        order, counts = order[seen[order]], np.minimum(counts, SWAP_ITEMS)
+    held = np.full((n_rows, int(counts.max()) + moves), len(rows))
+    held[rows[order], _number(counts)] = order
+    return held
+
+
+def _number(counts: np.ndarray) -> np.ndarray:
+    """0, 1, ... up to each count, one after another."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def _swap(
-    held: np.ndarray, c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray, heavy: np.ndarray, light: np.ndarray
-) -> bool:
-    """The best exchange of every pair (heavy, light), done in place; whether there was any."""
+    held: np.ndarray, c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray, heavy: np.ndarray, light: np.ndarray,
+    *, one: bool = False,
+) -> bool:  # fmt: skip
+    """The best exchange of every pair (heavy, light), or of all pairs, done in place; whether there was any."""
     a, b = held[heavy], held[light]
     gap = (loads[heavy] - loads[light])[:, None, None]
     less, more = c[a][:, :, None] - c[b][:, None, :], s[a][:, :, None] - s[b][:, None, :]
     allowed = (less > 0) & (less < gap) & (more <= room[light][:, None, None]) & (-more <= room[heavy][:, None, None])
     off = np.where(allowed, np.abs(less - gap / 2), np.inf).reshape(len(a), -1)
     best = off.argmin(axis=1)
-    k = np.flatnonzero(off[np.arange(len(a)), best] < np.inf)
+    nearest = off[np.arange(len(a)), best]
+    k = np.flatnonzero(nearest < np.inf)
+    if one:
+        k = k[[nearest[k].argmin()]] if len(k) else k
     i, j = best[k] // a.shape[1], best[k] % a.shape[1]
     loads[heavy[k]] -= less[k, i, j]
     loads[light[k]] += less[k, i, j]
@@ -322,22 +373,26 @@ def next_fit_inside(parent: np.ndarray, sizes: np.ndarray, n_parents: int, capac
     return bins
 
 
-def best_fit(sizes: np.ndarray, n_bins: int, capacity: int) -> np.ndarray:
-    """By falling size into the fullest bin with room: packs tightest (fill .995) and balances worst, the last resort."""
+def best_fit(sizes: np.ndarray, n_bins: int, capacity: int, *, lowest: bool = False) -> np.ndarray:
+    """By falling size into the fullest bin with room: packs tightest (fill .995) and balances worst, the last resort.
+
+    Of bins with equal room that which came to it last, or the ``lowest``, as ``pack_inside`` does.
+    """
     order = by_falling(sizes.astype(np.float64))
     bins = np.full(len(sizes), NOWHERE, np.int32)
-    held = {capacity: list(range(n_bins - 1, -1, -1))}  # bins by room, the lowest on top
+    pop, push = (heappop, heappush) if lowest else (list.pop, list.append)
+    held = {capacity: list(range(n_bins) if lowest else range(n_bins - 1, -1, -1))}  # bins by room, the lowest on top
     rooms = [capacity]  # the keys of `held`, rising
     for i, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         k = bisect_left(rooms, size)
         if k == len(rooms):
             break
         room = rooms[k]
-        bins[i] = b = held[room].pop()
+        bins[i] = b = pop(held[room])
         if not held[room]:
             del held[room], rooms[k]
         if room - size not in held:
             held[room - size] = []
             insort(rooms, room - size)
-        held[room - size].append(b)
+        push(held[room - size], b)
     return bins

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from overlord.calls import cannot_take
 from overlord.errors import PlanError
 from overlord.planner import kernel
 from overlord.planner.kernel import NOWHERE
@@ -83,10 +84,14 @@ def register_balance(name: str, fn: Callable[..., np.ndarray], *, capacity_aware
     ``capacity_aware=False``: ``fn(costs, n_bins) -> bins``. Whatever a method does, the capacity is kept: what it puts into a
     full bin goes to the lightest bin with room. Give the same answer to the same arrays, on every machine: no chance, no clock.
     """
+    if not isinstance(name, str) or not name or not callable(fn):
+        raise PlanError(f"register_balance: wanted a name and a function, found {name!r} and {fn!r}")
     if name in BUILT_IN:
         raise PlanError(f"the balance method {name!r} is built in", remedy="choose another name")
-    if not name or not callable(fn):
-        raise PlanError(f"register_balance: wanted a name and a function, found {name!r} and {fn!r}")
+    wanted = ("costs", "n_bins", "capacity", "sizes") if capacity_aware else ("costs", "n_bins")
+    if problem := cannot_take(fn, wanted):
+        remedy = "" if not capacity_aware or cannot_take(fn, wanted[:2]) else "one that knows no capacity goes with capacity_aware=False"
+        raise PlanError(f"register_balance: {name!r} {problem}", remedy=remedy)
     _METHODS[name] = fn if capacity_aware else _by_cost_alone(fn)
 
 
@@ -99,7 +104,7 @@ def _by_cost_alone(fn: Callable[[np.ndarray, int], np.ndarray]) -> BalanceFn:
 
 
 def method_named(name: str) -> BalanceFn:
-    if name not in _METHODS:
+    if not isinstance(name, str) or name not in _METHODS:
         raise PlanError(f"unknown balance method {name!r}; known: {', '.join(sorted(_METHODS))}", remedy="add it with register_balance")
     return _METHODS[name]
 
@@ -107,6 +112,8 @@ def method_named(name: str) -> BalanceFn:
 def bins_by(name: str, costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> np.ndarray:
     """What a method says, checked, since methods are the user's own code; what overflows is settled elsewhere if it can be."""
     fn: Any = method_named(name)
+    if not len(costs):
+        return np.zeros(0, np.int32)
     bins = np.asarray(fn(costs, n_bins, capacity, sizes))
     if bins.shape != costs.shape or bins.dtype.kind not in "iu":
         raise PlanError(f"balance method {name!r}: wanted {len(costs)} whole numbers, found shape {bins.shape} of {bins.dtype}")

@@ -7,6 +7,7 @@ depend on ``set_mixture`` or ``mix_every``, nor on how often a blocked draw is t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from overlord.errors import JobError, PlanError
 from overlord.messages import AddSource, Report, StreamState
 from overlord.planner.events import Event, joined, latest, skipped
 from overlord.planner.feedback import Feedback
-from overlord.planner.schedule import Weights, by_source
+from overlord.planner.schedule import Weights, by_source, plain
 from overlord.planner.schedulebase import has_state
 
 Schedule = Callable[[int, Mapping[str, float]], Weights]
@@ -78,14 +79,16 @@ class Mixture:
         if self._known is not None and self._known[0] is given and self._known[1] == here and len(self._known[2]) == len(own):
             return self._known[2]
         try:
-            weights = beside(given, own, joined(state.events), state.step)
+            weights = beside(given, own, joined(state.events), state.step, as_shares=not change and not self._fixed)
         except JobError as e:
             raise PlanError("; ".join(e.problems), state.step, "mend the schedule") from None
         self._known = (given, here, weights) if change or self._fixed else None
         return weights
 
     def _lowest_epoch(self, state: StreamState) -> int:
-        return min((e for e, w in zip(state.cursors[:, 0].tolist(), self.weights, strict=False) if w), default=0)
+        """Among sources that give samples: one that has left would hold it down for ever."""
+        rows = zip(state.cursors[:, 0].tolist(), self.weights, state.active, strict=False)
+        return min((epoch for epoch, weight, active in rows if weight and active), default=0)
 
     def widen(self, n: int) -> None:
         """Sources were added: they weigh nothing until the next step says what they do."""
@@ -109,9 +112,10 @@ class Mixture:
         return made or None
 
 
-def beside(given: Weights, own: Mapping[str, float], added: Sequence[AddSource], step: int) -> list[float]:
+def beside(given: Weights, own: Mapping[str, float], added: Sequence[AddSource], step: int, as_shares: bool = False) -> list[float]:
     """One weight for every source. A source added in mid-run weighs nothing before its step; from then on what the mixture gives
-    it, and its own weight beside the others' where the mixture does not name it."""
+    it, and its own weight beside the others' where the mixture does not name it. ``as_shares``: a schedule's numbers have a scale
+    of their own that may change from step to step, so there the share counts that its weight has among the sources' own."""
     names = tuple(own)
     if not added:
         return by_source(given, names)
@@ -121,9 +125,18 @@ def beside(given: Weights, own: Mapping[str, float], added: Sequence[AddSource],
         given = dict(zip(names, given, strict=False))
     coming = {e.name for e in added if e.at > step}
     if isinstance(given, Mapping):
-        given = {e.name: own[e.name] for e in added if e.name not in coming} | {n: w for n, w in given.items() if n not in coming}
+        new = {e.name: own[e.name] for e in added if e.name not in coming}
+        first = names[: len(names) - len(added)]
+        scale = _scale([plain(given.get(n, 0.0)) for n in first], [own[n] for n in first]) if as_shares else 1.0
+        given = {n: w * scale for n, w in new.items()} | {n: w for n, w in given.items() if n not in coming}
     weights = by_source(given, names)
     return [0.0 if name in coming else w for name, w in zip(names, weights, strict=True)]
+
+
+def _scale(given: Sequence[Any], own: Sequence[float]) -> float:
+    """What a weight of 1 among the sources' own is among a schedule's; what is wrong with those is said when they are checked."""
+    said = sum(w for w in given if isinstance(w, float) and 0 < w < math.inf)
+    return said / total if said and (total := sum(own)) > 0 else 1.0
 
 
 def nothing_to_draw(weights: Mapping[str, float], events: Sequence[Event], step: int) -> list[str]:

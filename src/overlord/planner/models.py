@@ -40,6 +40,10 @@ class Transformer(Cost):
     def __call__(self, columns: Mapping[str, Any]) -> np.ndarray:
         return over_lengths(columns, self.column, self.of)
 
+    @property
+    def title(self) -> str:
+        return f"Transformer(hidden={self.hidden}, layers={self.layers}, heads={self.heads})"
+
     def of(self, length: np.ndarray) -> np.ndarray:
         """FLOPs of documents of these lengths."""
         if not self.window:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from overlord.errors import PlanError
-from overlord.job import UNIT, mixture_problems
+from overlord.errors import OverlordError, PlanError
+from overlord.job import mixture_problems
 from overlord.loader.loader import GROUPS_AHEAD
 from overlord.messages import (
     AddSource,
@@ -32,10 +32,10 @@ from overlord.messages import (
 )  # fmt: skip
 from overlord.plan import LoadingPlan
 from overlord.planner.ahead import Extended, Reserve
-from overlord.planner.choose import check_choice, counts_of, rows_of
-from overlord.planner.draw import Drawer, Drawn, Short, step_positions
+from overlord.planner.choose import check_choice, checked_scores, counts_of, rows_of
+from overlord.planner.draw import Drawer, Drawn, Short, owed_behind, step_positions
 from overlord.planner.events import joined, said_of_all, skipped, still_in_force, widened
-from overlord.planner.gather import Pieces, check_plan, check_samples, cursors_behind, gather, holders
+from overlord.planner.gather import Joined, check_plan, check_samples, gather
 from overlord.planner.mixture import Mixture, nothing_to_draw
 from overlord.planner.spec import Ledger, NewSource, PlannerSpec, SourceSpec, initial_state
 from overlord.planner.stream import Piece, SourceStream
@@ -161,11 +161,13 @@ class Planner:
         while self._window_is_open():
             try:
                 planned = self._plan_step()
-            except Exception as error:  # a strategy is the user's code: whatever it raises ends the job at this step, by name
-                planned = self._finish(error)
-            except (SystemExit, GeneratorExit) as error:
+            except (StopIteration, SystemExit, GeneratorExit) as error:  # in a trainer's loop they would look like the end of the data
                 what = f"the strategy or the schedule raised {type(error).__name__}: {error}"
-                planned = self._finish(PlanError(what, self._state.step, "it must not end the program"))
+                planned = self._finish(PlanError(what, self._state.step, "it must end neither the program nor a loop"))
+            except Exception as error:  # a strategy is the user's code: whatever it raises ends the job at this step, as it is
+                if not isinstance(error, OverlordError):
+                    error.add_note(f"raised by the strategy or the schedule while step {self._state.step} was planned")
+                planned = self._finish(error)
             commands += planned
             if self._waiting or self._finished:
                 break
@@ -194,6 +196,7 @@ class Planner:
             if any(map(sum, drawn.counts)):
                 break
             # Nothing drawn: the end, or a step of few tokens while long samples taken before are still being paid for.
+            self._see_off(drawn.active)
             self._state = state = replace(self._state, owed=drawn.owed, active=drawn.active)
             self._begun = state.step
             if (spec.until == "first" and not all(drawn.active)) or not any(
@@ -223,7 +226,7 @@ class Planner:
             return need
         for i, ages in self._replay.items():
             pieces, _ = self._streams[i].take(min(len(ages), self._streams[i].ready))  # the failures on the way are listed already
-            self._reserve.pull(i, pieces, holders([(i, p) for p in pieces], self._first_loader), ages)
+            self._reserve.pull(i, pieces, Joined([(i, p) for p in pieces]).holders(self._first_loader), ages)
             self.ledger.counted_before(i, self._streams[i].dropped)
         self._replay = {}
         return {}
@@ -236,7 +239,7 @@ class Planner:
         for i, n in wanted.items():
             pieces, bad = self._streams[i].take(min(n, self._streams[i].ready))
             self.ledger.list_bad(i, bad)
-            reserve.pull(i, pieces, holders([(i, p) for p in pieces], self._first_loader))
+            reserve.pull(i, pieces, Joined([(i, p) for p in pieces]).holders(self._first_loader))
         return {}
 
     def _stage_chosen(self, reserve: Reserve, drawn: Drawn) -> Stage:
@@ -246,13 +249,14 @@ class Planner:
         candidates = reserve.candidates(counts_of(drawn.counts, spec.look_ahead))
         order, substep = step_positions(drawn.counts)
         shown = np.arange(len(candidates.rows)) if spec.look_ahead > 1 else order
-        buffer = self._gather(candidates.pieces, candidates.rows[shown], substep if spec.look_ahead == 1 else None)
-        loader = holders(candidates.pieces, self._first_loader)[candidates.rows[shown]]
+        pieces = Joined(candidates.pieces)
+        buffer = self._gather(pieces, candidates.rows[shown], substep if spec.look_ahead == 1 else None)
+        loader = pieces.holders(self._first_loader)[candidates.rows[shown]]
         buffer = replace(buffer, age=candidates.age[shown], max_age=spec.max_age, overflow=spec.overflow)
         if spec.look_ahead > 1:
             buffer = replace(buffer, drawn=False, wanted=drawn.counts)
             if spec.prefer is not None:
-                buffer = replace(buffer, scores=spec.prefer(state.step, buffer))
+                buffer = replace(buffer, scores=checked_scores(spec.prefer(state.step, buffer), buffer))
         plan = spec.strategy(buffer, spec.place)
         check_plan(plan, buffer, spec.place)
         rows = rows_of(plan, buffer)
@@ -263,16 +267,16 @@ class Planner:
         doc, cursors = candidates.number[shown[rows]], state.cursors.copy()
         kept = reserve.settle(candidates, taken, cursors, left=spec.look_ahead == 1)
         left = (np.sum(drawn.counts, axis=0) - np.bincount(plan.source, minlength=len(spec.sources))).tolist()
-        owed = tuple(o + n * UNIT for o, n in zip(drawn.owed, left, strict=True))
         active = tuple(a or n > 0 for a, n in zip(drawn.active, left, strict=True))
+        owed = owed_behind(drawn.owed, left, self._weights, active) if any(left) else drawn.owed
         return self._staged(plan, pops, doc, loader[rows], cursors, replace(drawn, owed=owed, active=active), kept)
 
     def _wait(self, need: dict[int, int]) -> list[Command]:
-        """Ask for what the draw lacks. A stream that broke before it is where the job ends."""
-        for i in sorted(need):
-            if (error := self._streams[i].error) is not None:
-                return self._finish(error)
+        """Ask for what the draw lacks. A stream that broke before it is where the job ends; of several that did, the first source's
+        is named, so the others are waited for: who was read first must not be seen."""
         self._waiting = need
+        if self._satisfied():
+            return self._finish(next(error for i in sorted(need) if (error := self._streams[i].error) is not None))
         return [command for i in sorted(need) for command in self._nudge(i)]
 
     def _nudge(self, i: int) -> list[Command]:
@@ -312,9 +316,16 @@ class Planner:
         self._finished = Finish(self._state.step, error)
         self._waiting = {}
         for i, stream in enumerate(self._streams):
-            if not self._state.active[i] or (error is not None and stream.error is error):
+            if error is not None and stream.error is error:
                 self.ledger.list_bad(i, stream.rest())
         return [self._finished]
+
+    def _see_off(self, active: Sequence[bool]) -> None:
+        """Sources that leave: the failures behind their last samples are listed now, since nothing of them is read again, here or
+        after a restart."""
+        for i, (was, stays) in enumerate(zip(self._state.active, active, strict=True)):
+            if was and not stays:
+                self.ledger.list_bad(i, self._streams[i].rest())
 
     def _mix(self) -> None:
         """Bring the weights in force up to date."""
@@ -331,7 +342,8 @@ class Planner:
                 if bad:
                     self.ledger.list_bad(i, bad)
         order, substep = step_positions(drawn.counts)
-        buffer, loader = self._gather(pieces, order, substep), holders(pieces, self._first_loader)[order]
+        joint = Joined(pieces)
+        buffer, loader = self._gather(joint, order, substep), joint.holders(self._first_loader)[order]
         plan = spec.strategy(buffer, spec.place)
         check_plan(plan, buffer, spec.place)
         check_samples(plan, buffer)
@@ -341,9 +353,9 @@ class Planner:
         by_stream = np.lexsort((order, loader))
         doc = np.empty(len(loader), np.int64)
         doc[by_stream] = np.arange(len(loader))
-        return self._staged(plan, pops, doc, loader, cursors_behind(pieces, self._state.cursors), drawn)
+        return self._staged(plan, pops, doc, loader, joint.cursors_behind(self._state.cursors), drawn)
 
-    def _gather(self, pieces: Pieces, order: np.ndarray, substep: np.ndarray | None) -> Buffer:
+    def _gather(self, pieces: Joined, order: np.ndarray, substep: np.ndarray | None) -> Buffer:
         return gather(pieces, order, substep, spec=self.spec, state=self._state, weights=self._weights)
 
     def _staged(
@@ -355,6 +367,7 @@ class Planner:
         self._held -= pops
         self._must = np.zeros_like(self._must)
         self.ledger.count(plan, self._weights, state.active)
+        self._see_off(drawn.active)
         self.ledger.see_dropped([s.dropped for s in self._streams])
         self._state = replace(
             state, step=state.step + 1, cursors=cursors, owed=drawn.owed, active=drawn.active, counts=self.ledger.counts(),
@@ -381,7 +394,7 @@ class Planner:
             return Buffer.from_columns(nothing, batch=self.spec.batch, step=self._state.step)
         source = np.repeat([i for i, _ in pieces], [p.stop - p.start for _, p in pieces])
         rows = np.concatenate([held.rows if held else np.zeros(0, np.int64), np.arange(first, len(source))])
-        buffer = self._gather(pieces, rows[np.argsort(source[rows], kind="stable")], None)
+        buffer = self._gather(Joined(pieces), rows[np.argsort(source[rows], kind="stable")], None)
         return replace(buffer, drawn=False)
 
     @property

@@ -87,8 +87,8 @@ class Routes:
 
     def for_rank(self, rank: int, slot: int = 0) -> Route:
         for what, value, n in (("rank", rank, self.world_size), ("slot", slot, self.n_slots)):
-            if not 0 <= value < n:
-                raise PlanError(f"routes of {self.module!r}: {what} {value} is outside 0..{n - 1}")
+            if not isinstance(value, (int, np.integer)) or not 0 <= value < n:
+                raise PlanError(f"routes of {self.module!r}: {what} {value!r} is outside 0..{n - 1}")
         at = slot * self.world_size + rank
         items = self.sent[self.sent_bounds[at] : self.sent_bounds[at + 1]]
         arriving = self.received[self.owned_bounds[at] : self.owned_bounds[at + 1]]
@@ -131,9 +131,7 @@ class Routes:
 
 def make_routes(plan: LoadingPlan, module: str) -> Routes:
     """The routes of a module's items to the ranks that hold their samples; validated."""
-    a, b, place = plan.modules.get(module), plan.main, plan.place
-    if a is None:
-        raise PlanError(f"no module {module!r}; known: {', '.join(plan.modules)}", plan.step)
+    a, b, place = plan.module(module), plan.main, plan.place
     if a.out is None or a.offset is None:
         raise PlanError(f"module {module!r} has samples, no items to route", plan.step, "select a ragged column: .select('image_patches')")
     if place is None:

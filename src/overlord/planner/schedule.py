@@ -112,7 +112,7 @@ def _place(fn: Any) -> str:
 def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
     """What a schedule said, checked, as one weight for every source in order. Numbers of numpy are numbers."""
     given = weights.tolist() if hasattr(weights, "tolist") else weights
-    if not isinstance(given, (Mapping, Sequence)):
+    if not isinstance(given, (Mapping, Sequence)) or isinstance(given, (str, bytes)):
         raise JobError([f"mixture: wanted weights, by source name or one for each source, found {weights!r}"], "mixture")
     if not isinstance(given, Mapping):
         if len(given) != len(names):

@@ -282,6 +282,9 @@ def step_meta(pieces: Sequence[Piece]) -> dict[str, Column]:
     matter: a source without image_patches has no images.
     """
     meta: dict[str, Column] = {}
+    first = pieces[0].found.meta
+    if all(p.found.meta.keys() == first.keys() for p in pieces):
+        return {name: join_rows([cut_rows(p.found.meta[name], p.start, p.stop) for p in pieces]) for name in first}
     for name in dict.fromkeys(name for p in pieces for name in p.found.meta):
         held = [p.found.meta.get(name) for p in pieces]
         if any(c is None for c in held) and not any(isinstance(c, Ragged) for c in held):

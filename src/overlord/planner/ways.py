@@ -7,7 +7,7 @@ They differ in what they level: bucket totals first (two-level), all bins at onc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from overlord.planner.methods import bins_by, fits, loads_of, none
 
 LEVEL = 1.0005  # over the bound: good enough to stop searching
 NEAR = 4  # microbatches above the least number that are tried one by one
+MUCH = 1 << 25  # items times indices; above this indices are not filled one by one, which takes more than seconds
 MANY = 1 << 16  # items; above this the last percent of the room is not searched for: one microbatch more costs less
 
 
@@ -60,15 +61,10 @@ class Problem:
 
     def bound(self) -> float:
         """No heaviest bucket is lighter: the mean, or the dearest item."""
-        return max(_total(self.costs) / self.n_buckets, float(self.costs.max(initial=0.0)))
+        return max(kernel.total(self.costs) / self.n_buckets, float(self.costs.max(initial=0.0)))
 
 
 Way = Callable[[Problem, int], Placement | None]
-
-
-def _total(costs: np.ndarray) -> float:
-    """Added one by one: ``sum`` adds in an order of the machine's choice, and the last digit could decide a plan."""
-    return float(np.cumsum(costs)[-1]) if len(costs) else 0.0
 
 
 def first(p: Problem, ways: Iterable[Way]) -> Placement:
@@ -123,7 +119,7 @@ def buckets(p: Problem, m: int) -> np.ndarray:
         group = bins_by(p.method, p.costs, n_groups, size * room, p.sizes)
         if not fits(group, p.sizes, n_groups, size * room):
             return np.full(len(group), NOWHERE, np.int32)
-        inside = _nested(p, group, n_groups, size, room)
+        inside = nested(p, group, n_groups, size, room)
         bucket = np.where(inside == NOWHERE, NOWHERE, group * np.int32(size) + inside).astype(np.int32)
     if p.method != "greedy" or not fits(bucket, p.sizes, p.n_buckets, room):
         return bucket
@@ -132,7 +128,7 @@ def buckets(p: Problem, m: int) -> np.ndarray:
 
 def _inside(p: Problem, bucket: np.ndarray, m: int) -> np.ndarray | None:
     """Microbatches inside every bucket; a bucket that LPT cannot pack is packed tightly instead."""
-    bins = _nested(p, bucket, p.n_buckets, m, p.capacity)
+    bins = nested(p, bucket, p.n_buckets, m, p.capacity)
     if not p.capacity:
         return bins
     flat = bucket.astype(np.int64) * m + bins
@@ -141,18 +137,18 @@ def _inside(p: Problem, bucket: np.ndarray, m: int) -> np.ndarray | None:
     over |= (loads_of(flat[bins >= 0], p.sizes[bins >= 0], p.n_buckets * m) > p.capacity).reshape(-1, m).any(axis=1)
     if not over.any():
         return bins
-    redo = np.flatnonzero(over[bucket])
-    number = np.cumsum(over) - 1  # overfull buckets, counted
-    again = kernel.pack_inside(
-        number[bucket[redo]], p.costs[redo], p.sizes[redo],
-        n_parents=int(over.sum()), n_bins=m, capacity=p.capacity, tight=True,
-    )  # fmt: skip
-    bins[redo] = again
-    return None if (again == NOWHERE).any() else bins
+    redo, n_over = np.flatnonzero(over[bucket]), int(over.sum())
+    number = (np.cumsum(over) - 1)[bucket[redo]]  # overfull buckets, counted
+    if m <= n_over:
+        bins[redo] = kernel.pack_inside(number, p.costs[redo], p.sizes[redo], n_parents=n_over, n_bins=m, capacity=p.capacity, tight=True)
+    else:
+        for rows in _rows_by(number, n_over):
+            bins[redo[rows]] = kernel.best_fit(p.sizes[redo[rows]], m, p.capacity, lowest=True)
+    return None if (bins[redo] == NOWHERE).any() else bins
 
 
-def _nested(p: Problem, parent: np.ndarray, n_parents: int, n_bins: int, capacity: int) -> np.ndarray:
-    """The method inside every parent. Greedy does all parents in one sweep when they are many and their bins few."""
+def nested(p: Problem, parent: np.ndarray, n_parents: int, n_bins: int, capacity: int = 0) -> np.ndarray:
+    """Bins inside every parent, by the method. Greedy does all parents in one sweep when they are many and their bins few."""
     if n_bins == 1:
         return np.zeros(len(parent), np.int32)
     if p.method == "greedy" and n_parents >= kernel.FEW_BINS and n_bins <= n_parents:
@@ -259,31 +255,52 @@ def levelled(p: Problem, m: int, once: bool = False) -> Placement | None:
     """
     if _hurried(p) and p.sizes.sum() > 0.99 * p.n_buckets * m * p.capacity:
         return None
-    n, k = p.n_buckets, 0
-    while True:
-        bins, left, k = _filled(p, m, k)
-        if len(left) and k < m:
-            bins[left] = kernel.lpt(p.costs[left], n * (m - k), p.capacity, p.sizes[left])
-            bins[left] += np.where(bins[left] == NOWHERE, 0, k * n).astype(np.int32)
-        if k >= m - 1 or fits(bins, p.sizes, n * m, p.capacity):
+    filled = _filled(p, m)
+    while filled is not None:
+        bins, k = _with_the_rest(p, m, filled), filled.indices
+        if k >= m - 1 or fits(bins, p.sizes, p.n_buckets * m, p.capacity):
             return _arranged(p, bins, m, "levelled", once)
-        k += max(1, (m - k) // 2)
+        filled = _filled(p, m, filled, k + max(1, (m - k) // 2))
+    return None
 
 
-def _filled(p: Problem, m: int, at_least: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """(bins, items left, indices filled): one index after the other, as long as the dearest item left costs more than the
-    mean bin. No placement can make its index lower, so the index is filled with as much work as it holds."""
-    n, k, bins = p.n_buckets, 0, np.full(len(p.costs), NOWHERE, np.int32)
-    left = kernel.by_falling(p.sizes.astype(np.float64))
+@dataclass(frozen=True, slots=True, eq=False)
+class Filled:
+    """The first indices filled with as much work as they hold."""
+
+    indices: int
+    bins: np.ndarray  # int32; NOWHERE for the items left
+    left: np.ndarray  # by falling size
+
+
+def _filled(p: Problem, m: int, before: Filled | None = None, at_least: int = 0) -> Filled | None:
+    """One index after the other, as long as the dearest item left costs more than the mean bin: no placement can make its
+    index lower. None where so little went in that the indices left cannot hold the rest, or where it would take too long."""
+    if len(p.costs) * m > MUCH:
+        return None
+    n, k, bins, left = p.n_buckets, 0, np.full(len(p.costs), NOWHERE, np.int32), kernel.by_falling(p.sizes.astype(np.float64))
+    if before is not None:
+        k, bins, left = before.indices, before.bins.copy(), before.left
     while k < m:
-        mean, dearest = _total(p.costs[left]) / (n * (m - k)), float(p.costs[left].max(initial=0.0))
+        mean, dearest = kernel.total(p.costs[left]) / (n * (m - k)), float(p.costs[left].max(initial=0.0))
         if dearest <= mean and k >= at_least:
             break
         most = (1 + 2.0**-30) * max(dearest, mean)
         taken = kernel.fill_up(left, p.costs, p.sizes, n_bins=n, capacity=p.capacity or 2**62, most=most)
         bins[left[taken >= 0]] = taken[taken >= 0] + np.int32(k * n)
         left, k = left[taken < 0], k + 1
-    return bins, np.sort(left), k
+        if p.capacity and int(p.sizes[left].sum()) > n * (m - k) * p.capacity:
+            return None
+    return Filled(k, bins, left)
+
+
+def _with_the_rest(p: Problem, m: int, filled: Filled, start: np.ndarray | None = None) -> np.ndarray:
+    """Bins of all items: those left by LPT into the indices that are not filled yet, whose bins have ``start`` to begin with."""
+    bins, left, first = filled.bins.copy(), np.sort(filled.left), filled.indices * p.n_buckets
+    if len(left) and filled.indices < m:
+        rest = kernel.lpt(p.costs[left], m * p.n_buckets - first, p.capacity, p.sizes[left], start)
+        bins[left] = np.where(rest == NOWHERE, NOWHERE, rest + np.int32(first))
+    return bins
 
 
 def alternating(p: Problem, m: int) -> Placement | None:
@@ -297,15 +314,14 @@ def alternating(p: Problem, m: int) -> Placement | None:
 
 def _with_totals(p: Problem, m: int) -> Placement | None:
     """As levelled, but a bucket whose bins came out light gets more in its other microbatches."""
-    n = p.n_buckets
-    bins, left, k = _filled(p, m, 0)
+    n, filled = p.n_buckets, _filled(p, m)
+    if filled is None:
+        return None
+    k, bins = filled.indices, filled.bins.copy()
     placed = np.flatnonzero(bins >= 0)
     bucket_of, total = _deal(loads_of(bins[placed], p.costs[placed], n * k).reshape(k, n))
     bins[placed] = bins[placed] // n * n + bucket_of[bins[placed]]
-    if len(left) and k < m:
-        start = np.tile(total / (m - k), m - k)
-        rest = kernel.lpt(p.costs[left], n * (m - k), p.capacity, p.sizes[left], start)
-        bins[left] = np.where(rest == NOWHERE, NOWHERE, rest + k * n)
+    bins = _with_the_rest(p, m, replace(filled, bins=bins), np.tile(total / max(1, m - k), m - k))
     if not fits(bins, p.sizes, n * m, p.capacity):
         return None
     loads = loads_of(bins, p.costs, n * m)

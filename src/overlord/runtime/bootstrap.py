@@ -208,6 +208,9 @@ class Blueprint:
             state = self._state_of(saved)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
             raise StateMismatch({"form": ("damaged", f"{type(e).__name__}: {e}")}, "save and load what state_dict() gave, unchanged") from e
+        if self.job.batch.tokens is not None and any(map(len, state.ahead)):
+            remedy = "go on with a batch in samples and look_ahead=1 until a state has no 'ahead', and change the batch there"
+            raise StateMismatch({"ahead": ("samples that were passed over", "a batch in tokens, which takes none but the first")}, remedy)
         if state.schedule is not None:
             try:  # on a copy: nothing is to be changed by a state that does not fit
                 copy.deepcopy(self.job.mixture).load_state_dict(copy.deepcopy(state.schedule))

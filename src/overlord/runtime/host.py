@@ -303,6 +303,7 @@ class Host:
             "held": self._held.nbytes,
             "staged": sum(s.tokens.nbytes for s in self._staged.values()),
             "assembled": sum(a.nbytes for _, b in self._built.values() for m in b.microbatches for a in m.values()),
+            "slabs": self.slabs.nbytes,  # the memory assembled steps lie in, with what is kept for the next ones
         }
 
     def check(self) -> None:
@@ -315,7 +316,7 @@ class Host:
 
 
 def _as_exception(error: BaseException, source: str = "") -> Exception:
-    if isinstance(error, Exception):
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which would look like the end of the data
         return error
     what = f"{type(error).__name__}: {error}"
     return SourceError(source, what, remedy="a transform must not end the program") if source else OverlordError(what)

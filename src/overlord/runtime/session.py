@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from overlord.planner.dgraph import DGraph
     from overlord.sample import SampleId
 
+MOVED = "another rank moved the session to a saved state; load the same state on this rank"
 WHY_S = 1.0  # how long a client waits to be told why it waits
 
 
@@ -54,6 +55,7 @@ class Session(LaterMethods):
         self._lock = threading.RLock()  # for who takes part and how far they are; held for a moment only, by a signal's handler too
         self._moving = threading.Lock()  # one rank at a time moves the session to a state
         self._taken: dict[int, int] = {}  # rank -> last step it took
+        self._left: StreamState | None = None  # where the last client stood when it left
         self._told = -1  # the last step all took, as the pump knows
         self._log = Log(job.feedback_lag)  # what some client's state may not hold yet
         self._learns = learns(job.mixture)
@@ -75,8 +77,8 @@ class Session(LaterMethods):
         """The client of one rank. Open the clients of all ranks of this process before iterating the first."""
         if self._closed:
             raise OverlordError("the session is closed")
-        if not 0 <= rank < self.job.place.world_size:
-            raise JobError([f"rank {rank} is outside 0..{self.job.place.world_size - 1} of {self.job.place}"], "client")
+        if problem := self.job.place.rank_problem(rank):
+            raise JobError([problem], "client")
         with self._lock:
             if rank in self._clients:
                 return self._clients[rank]
@@ -89,7 +91,7 @@ class Session(LaterMethods):
             self._inboxes[rank] = (self._generation, inbox)
             client = self._clients[rank] = Client(
                 rank, inbox, begin=self._begin, consumed=lambda box, step: self._consumed(rank, box, step),
-                waiting_for=lambda: self._why(rank), export=self._export,
+                waiting_for=lambda: self._why(rank), export=lambda box, state: self._export_of(rank, box, state),
                 rewind=lambda state, allow: self._rewind(rank, state, allow), start=self._start_state,
                 report=lambda box, step, metrics, next_step: self._report(rank, box, step, metrics, next_step),
                 close=lambda: self._detach(rank), stall_warn_s=self._options.stall_warn_s, stall_limit_s=self._options.stall_limit_s,
@@ -102,8 +104,14 @@ class Session(LaterMethods):
             if self._begun or self._closed:
                 return
             self._begun = True
-            host, boxes = self._host, {rank: inbox for rank, (_, inbox) in self._inboxes.items()}
-        self._pump.ask(lambda: host.attach(boxes), "clients to be attached")
+            host = self._host
+        self._pump.ask(lambda: self._attach(host), "clients to be attached")
+
+    def _attach(self, host: Host) -> None:
+        """In the pump. Who takes part is asked here: one who closed since this was sent for would hold up all others for ever."""
+        with self._lock:
+            boxes = {rank: inbox for rank, (_, inbox) in self._inboxes.items()} if host is self._host else {}
+        host.attach(boxes)
 
     def _consumed(self, rank: int, inbox: Inbox, step: int) -> None:
         """A rank took a step. The pump hears of it once all clients of this process took it: the slowest sets the pace
@@ -122,7 +130,8 @@ class Session(LaterMethods):
 
     def _detach(self, rank: int) -> None:
         with self._lock:
-            self._clients.pop(rank, None)
+            if (client := self._clients.pop(rank, None)) is not None and not self._clients:
+                self._left = client._state
             self._inboxes.pop(rank, None)
             self._taken.pop(rank, None)
             if self._begun and not self._closed:
@@ -151,15 +160,26 @@ class Session(LaterMethods):
 
     def state_dict(self) -> dict[str, Any]:
         """The stream behind the last step that every client was handed. Plain JSON values."""
-        behind = [c._state for c in list(self._clients.values())]
-        return self._export(min(behind, key=lambda s: s.step) if behind else self._start_state)
+        with self._lock:  # a rank that has not loaded the state yet to which another moved the session was handed nothing behind it
+            here = {rank: self._inboxes[rank][0] == self._generation for rank in self._clients}
+            behind = [client._state if here[rank] else self._start_state for rank, client in self._clients.items()]
+            slowest = min(behind, key=lambda s: s.step) if behind else self._left or self._start_state
+            blueprint, said = self._blueprint, self._log
+        return self._export(slowest, blueprint, said)
 
-    def _export(self, state: StreamState) -> dict[str, Any]:
+    def _export_of(self, rank: int, inbox: Inbox, state: StreamState) -> dict[str, Any]:
+        """A client's state. What was said since belongs to the generation the client is in, and to no other."""
+        with self._lock:
+            if rank in self._inboxes and self._inboxes[rank][1] is not inbox:
+                raise OverlordError(f"rank {rank}: {MOVED}")
+            blueprint, said = self._blueprint, self._log
+        return self._export(state, blueprint, said)
+
+    def _export(self, state: StreamState, blueprint: Blueprint, said: Log) -> dict[str, Any]:
         """A state with the events and reports that came after its step was planned: prefetch runs ahead of what a trainer says."""
 
         def act() -> dict[str, Any]:
-            blueprint = self._blueprint
-            return blueprint.export(self._log.completed(state, blueprint.job.names))
+            return blueprint.export(said.completed(state, blueprint.job.names))
 
         if not self._learns:
             return act()
@@ -204,10 +224,8 @@ class Session(LaterMethods):
                 if mark != self._mark or self._taken:  # else it stands there already, and so does everyone
                     self._restart(blueprint, restored, mark)
             elif mark != self._mark:
-                raise StateMismatch(
-                    {"step": (str(restored.step), str(self._start_state.step))},
-                    "another rank has moved the session to another state; load the same state on every rank",
-                )
+                remedy = "another rank has moved the session to another state; load the same state on every rank"
+                raise StateMismatch(_apart(blueprint.export(restored), self._blueprint.export(self._start_state)), remedy)
             # A state that this rank saved for itself holds its own reports; that of the first rank may be a moment older.
             for report in restored.reports:
                 if report.rank == rank and report not in self._start_state.reports:
@@ -225,21 +243,22 @@ class Session(LaterMethods):
         self._executor.close()
         self._blueprint.close()
         for _, inbox in list(self._inboxes.values()):
-            inbox.end(OverlordError("another rank moved the session to a saved state; load the same state on this rank"))
+            inbox.end(OverlordError(MOVED))
         self._pump.ask(lambda: old.stop(), "the old cores to stop")
         executor = ThreadExecutor(n_workers(self._options), self._pump)
         host = blueprint.host(executor, state)
         with self._lock:
             self._blueprint, self.job = blueprint, blueprint.given
             self._generation, self._mark, self._executor, self._host = self._generation + 1, mark, executor, host
-            self._start_state = host.planner.state()
+            self._start_state, self._left = host.planner.state(), None
             self._taken, self._told, self._log = {}, -1, Log(self.job.feedback_lag)
             self._inboxes = {rank: (joined, Inbox()) for rank, (joined, _) in self._inboxes.items()}
-            boxes = {rank: inbox for rank, (_, inbox) in self._inboxes.items()} if self._begun else {}
-        if self._closed:  # while this was under way
-            executor.close()
-        elif boxes:
-            self._pump.ask(lambda: host.attach(boxes), "clients to be attached")
+            begun = self._begun
+        if self._closed:  # while this was under way: what it closed was replaced
+            self._close_parts()
+            raise OverlordError("the session is closed")
+        if begun:
+            self._pump.ask(lambda: self._attach(host), "clients to be attached")
 
     # events
 
@@ -298,11 +317,13 @@ class Session(LaterMethods):
             try:
                 cores = more.loaders_for(len(more.job.sources) - 1, Cursor())
                 self._refuse_closed()
-                return int(self._pump.ask(lambda: self._join(more, cores, step), "the planner"))
+                first = int(self._pump.ask(lambda: self._join(more, cores, step), "the planner"))
+                self._refuse_closed()
+                return first
             except DataStall:  # the pump is busy, and may come to it yet
                 raise
             except Exception:
-                more.close_workers(before)
+                more.close_workers(0 if self._closed else before)
                 raise
 
     def _join(self, more: Blueprint, cores: list[Any], at: int | None) -> int:
@@ -310,9 +331,10 @@ class Session(LaterMethods):
         new = more.new_source(self._host.planner.open_step if at is None else at)
 
         def joined() -> None:
+            # The event before the source: a state written meanwhile, in a trainer's thread, must not have one without the other.
+            self._note(new.event)
             self._blueprint, self.job = more, more.given
             self._blueprints.append(more)
-            self._note(new.event)
 
         self._host.add_source(new, cores, more.budget_bytes, joined)
         return new.event.at
@@ -348,6 +370,7 @@ class Session(LaterMethods):
 
     def plan(self, step: int) -> LoadingPlan:
         """The plan of a recent step (the last 256 are kept)."""
+        step = _step("plan", step)
         plans = self._pump.ask(lambda: {s.plan.step: s.plan for s in self._host.plans}, "the planner")
         if step not in plans:
             held = f"{min(plans)} to {max(plans)}" if plans else "none"
@@ -359,6 +382,7 @@ class Session(LaterMethods):
         from overlord.observe.explain import stage_of
         from overlord.planner.bindings import planned_graph
 
+        step = _step("graph", step)
         known = self._pump.ask(self._known, "the planner")
         stage = stage_of(step, known.stages, known.state.step)
         assert stage.loader is not None
@@ -427,6 +451,9 @@ class Session(LaterMethods):
             return
         self._closed = True
         self._pump.stop()
+        self._close_parts()
+
+    def _close_parts(self) -> None:
         self._executor.close()
         self._blueprint.close()
         self._host.slabs.close()
@@ -448,6 +475,19 @@ def _mark_of(blueprint: Blueprint, state: StreamState) -> str:
     """Equal states, equal marks, however they were written down. Reports are left out: those of one step are in the states of
     some ranks and not yet in those of others."""
     return digest(json.dumps(blueprint.export(replace(state, reports=())), sort_keys=True))
+
+
+def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """What tells two states apart: the step, or of the same step all that differs, such as an event said between the two."""
+    parts = [p for p in sorted({*one, *other} - {"reports"}) if one.get(p) != other.get(p)]
+    return {p: (f"{one.get(p)!s:.80}", f"{other.get(p)!s:.80}") for p in (["step"] if "step" in parts else parts)}
+
+
+def _step(what: str, step: Any) -> int:
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise PlanError(f"session.{what}: wanted the number of a step, found {step!r}") from None
 
 
 def _steps(what: str, steps: Iterable[Any]) -> tuple[int, ...]:

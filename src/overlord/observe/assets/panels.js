@@ -58,7 +58,7 @@ function words() {
   if (m.cells.alone) notes.push(`Only the ${m.cells.alone.length} dearest sources have colours of their own here.`);
   $("chart-note").textContent = notes.join(" ");
   const parts = m.flow.layers.map((l) => HEADS[l.kind]).join(", then ");
-  $("flow-text").textContent = `From left to right: ${parts}. A band is as wide as the ${unitOf(state.measure)} that go that way.`;
+  $("flow-text").textContent = `From left to right: ${parts}. A band is as wide as its ${unitOf(state.measure)}.`;
 }
 
 function table(where, head, rows) {
