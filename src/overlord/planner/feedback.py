@@ -24,7 +24,10 @@ SHOWN = 5  # problems that one error lists
 
 
 def checked(rank: int, step: Any, metrics: Any, next_step: int) -> Report:
-    """A report, or every problem with it. ``next_step``: the first that the rank was not handed."""
+    """A report, or every problem with it. ``next_step``: the first that the rank was not handed.
+
+    A value that is infinite or no number is left out: a run that diverges must not end because it said so.
+    """
     where = f"report of rank {rank}"
     try:
         number = operator.index(step)
@@ -42,13 +45,13 @@ def checked(rank: int, step: Any, metrics: Any, next_step: int) -> Report:
     if problems:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         raise JobError(problems[:SHOWN] + more, f"{where}, step {number}")
-    return Report(number, rank, {name: value for name, value in values.items() if value is not None})
+    return Report(number, rank, {name: value for name, value in values.items() if value is not None and math.isfinite(value)})
 
 
 def _problems(name: Any, value: float | None, given: Any) -> list[str]:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
         return [f"wanted a metric name of 1 to {MAX_NAME} characters, found {name!r:.{MAX_NAME}}"]
-    if value is None or not abs(value) <= LARGEST:
+    if value is None or (math.isfinite(value) and abs(value) > LARGEST):
         return [f"{name}: wanted a finite number (at most {LARGEST:g}), found {given!r:.80}"]
     return [f"{name}: wanted a number of tokens, found {given!r:.80}"] if name.startswith("tokens/") and value < 0 else []
 

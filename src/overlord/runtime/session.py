@@ -59,7 +59,7 @@ class Session(LaterMethods):
         self._told = -1  # the last step all took, as the pump knows
         self._log = Log(job.feedback_lag)  # what some client's state may not hold yet
         self._learns = learns(job.mixture)
-        self._refused = 0  # reports that raised
+        self._refused = 0  # reports that raised, or were used in part
         self._warned = self._learns or not callable(job.mixture)
         self._started = time.monotonic()
         self._pump = Pump(job.name)
@@ -356,6 +356,10 @@ class Session(LaterMethods):
             if self._inboxes[rank][1] is not inbox:
                 return  # another rank moved the session: the step belongs to what is over
             host, warn, self._warned = self._host, not self._warned, True
+            lost = len(metrics) - len(report.metrics)
+            told, self._refused = self._refused, self._refused + (lost > 0)
+        if lost and not told:
+            log.warning("rank %d, step %d: %d reported values are infinite or no numbers and are left out", rank, report.step, lost)
         if warn:
             log.warning("reports reach no schedule: the mixture has no state and no takes_feedback = True")
         self._pump.post(lambda: self._take_report(host, report))
