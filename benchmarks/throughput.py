@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from corpus import Corpus, default_folder, make_corpus
+from page import Numbers
 from peers.cell import MODULES
 from peers.kernel import Work
 from peers.measure import wait_for_idle
@@ -233,16 +234,6 @@ def _words(known: Sequence[str]) -> click.ParamType:
             return words
 
     return Words()
-
-
-class Numbers(click.ParamType):
-    name = "N,N,..."
-
-    def convert(self, value: str | list[int], param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        try:
-            return [int(part) for part in value.split(",")] if isinstance(value, str) else value
-        except ValueError:
-            self.fail(f"wanted whole numbers with commas between them, found {value!r}", param, ctx)
 
 
 class TokenCounts(click.ParamType):

@@ -115,6 +115,10 @@ MUTATIONS = [
         ("the cursor without its part", "self.row[end], self.part[end]]", "self.row[end], 0 * self.part[end]]"),
     ),
     *_at(
+        "planner/demand.py",
+        ("a loader is not asked again", "if self._held[loader] >= self._must[loader]:", "if self._held[loader] > self._must[loader]:"),
+    ),
+    *_at(
         "planner/ahead.py",
         ("those that wait for their turn age too", "rows if left else rows[: int(last[0]) if len(last) else 0]", "rows"),
         ("a restored reserve forgets its ages", "else age[:n].astype(np.int32)", "else np.minimum(age[:n], 0).astype(np.int32)"),
@@ -134,8 +138,7 @@ MUTATIONS = [
             "state = replace(self._state, owed=drawn.owed, active=drawn.active)",
             "state = replace(self._state, active=drawn.active)",
         ),
-        ("the horizon stands still", "if self._streams[source].group > group else []", "if False else []"),
-        ("a loader is not asked again", "if self._held[loader] >= self._must[loader]:", "if self._held[loader] > self._must[loader]:"),
+        ("the horizon stands still", "if stream.group > group else []", "if False else []"),
     ),
     *_at(
         "planner/events.py",

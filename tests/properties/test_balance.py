@@ -15,6 +15,7 @@ from overlord.plan import ROUNDING
 from overlord.planner import cost, kernel, ways
 from overlord.planner.balance import METHODS, Placement, Problem, greedy, joined, karmarkar_karp, place, register_balance, zigzag
 from overlord.planner.kernel import NOWHERE
+from overlord.planner.swaps import even_out
 
 # Small whole numbers make ties, floats make rounding; sizes on both sides of kernel.FEW_BINS run heap and rounds.
 cost_lists = st.one_of(
@@ -259,10 +260,10 @@ def test_evening_out_makes_no_row_heavier_than_the_heaviest_was_and_keeps_rooms(
     capacity = int(np.bincount(rows, weights=sizes, minlength=n_rows).max()) + 2
     before = np.bincount(rows, weights=array, minlength=n_rows)
     aim = max(array.sum() / n_rows, array.max(initial=0.0))
-    after = kernel.even_out(rows, array, n_rows, aim, sizes=sizes, capacity=capacity)
+    after = even_out(rows, array, n_rows, aim, sizes=sizes, capacity=capacity)
     assert np.bincount(after, weights=array, minlength=n_rows).max() <= before.max() * (1 + 1e-9)
     assert np.bincount(after, weights=sizes, minlength=n_rows).max() <= capacity
-    swapped = kernel.even_out(rows, array, n_rows, aim, moves=False)
+    swapped = even_out(rows, array, n_rows, aim, moves=False)
     if len(costs) % n_rows == 0:
         assert np.bincount(swapped, minlength=n_rows).tolist() == np.bincount(rows, minlength=n_rows).tolist()
 
@@ -271,7 +272,7 @@ def test_rows_of_thousands_of_items_are_evened_out_by_their_dearest() -> None:
     """Exchanges of all with all would be 400 million, and as many numbers in memory."""
     costs = np.concatenate([[7.0, 5.0, 4.0, 4.0], np.full(20_000, 1e-5)])
     rows = np.array([0, 0, 1, 1, *[1] * 20_000], np.int32)  # 12 and 8.2: 5 and 4 change places
-    after = kernel.even_out(rows, costs, 2, 1.0, sizes=np.ones(len(rows), np.int64), capacity=20_002)
+    after = even_out(rows, costs, 2, 1.0, sizes=np.ones(len(rows), np.int64), capacity=20_002)
     assert sorted(np.bincount(after, weights=costs)) == pytest.approx([9.2, 11.0], abs=0.02)
     assert np.bincount(after).max() <= 20_002
 

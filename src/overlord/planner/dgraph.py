@@ -288,7 +288,7 @@ class DGraph:
             raise PlanError(f"module {name!r} was never given {missing}()", self.buffer.step, 'balance("none") keeps stream order')
         p, n = self.placement, self.tree.n_buckets(self.axis)
         costs = self.sizes().astype(np.float64) if self.costs is None else self.costs
-        slot = _slots(p.bucket.astype(np.int64) * p.n_microbatches + p.microbatch, n * p.n_microbatches)
+        slot = kernel.number_inside(p.bucket.astype(np.int64) * p.n_microbatches + p.microbatch, n * p.n_microbatches, np.int32)
         return Assignment(
             axis=self.axis, n_buckets=n, n_microbatches=p.n_microbatches, sample=self.sample, bucket=p.bucket, microbatch=p.microbatch,
             slot=slot, size=self.sizes(), cost=costs, capacity=self.capacity, broadcast=self.broadcast,
@@ -362,15 +362,6 @@ class DGraph:
         from overlord.observe.graphpage import write_page
 
         write_page(self, path, modules)
-
-
-def _slots(bins: np.ndarray, n_bins: int) -> np.ndarray:
-    """Place of every node inside its bin, in the order of the draw."""
-    order = kernel.by_key(bins, n_bins)
-    counts = np.bincount(bins, minlength=n_bins)
-    slot = np.empty(len(bins), np.int32)
-    slot[order] = np.arange(len(bins)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return slot
 
 
 def _name(fn: Any) -> str:

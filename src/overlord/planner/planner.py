@@ -14,7 +14,6 @@ import numpy as np
 
 from overlord.errors import OverlordError, PlanError
 from overlord.job import mixture_problems
-from overlord.loader.loader import GROUPS_AHEAD
 from overlord.messages import (
     AddSource,
     Announce,
@@ -33,6 +32,7 @@ from overlord.messages import (
 from overlord.plan import LoadingPlan
 from overlord.planner.ahead import Extended, Reserve
 from overlord.planner.choose import check_choice, checked_scores, counts_of, rows_of
+from overlord.planner.demand import Demand
 from overlord.planner.draw import Drawer, Drawn, Short, owed_behind, step_positions
 from overlord.planner.events import joined, said_of_all, skipped, still_in_force, widened
 from overlord.planner.gather import Joined, check_plan, check_samples, gather
@@ -52,7 +52,7 @@ class Planner:
         state = state or initial_state(spec)
         self._state = state
         self._streams = [_stream(s, Cursor(*c)) for s, c in zip(spec.sources, state.cursors.tolist(), strict=True)]
-        self._number_loaders()
+        self._demand = Demand([s.loaders for s in spec.sources], spec.read_ahead)
         draws = spec.batch.microbatches if spec.mix_every == "microbatch" else 1
         self._drawer = Drawer(
             samples=spec.batch.samples, tokens=spec.batch.tokens, draws=draws, random=spec.draw == "random",
@@ -61,9 +61,6 @@ class Planner:
         self._consumed: dict[int, int] = {}  # rank -> last step it was handed
         self._outstanding: list[int] = []  # planned steps to be delivered that some rank has not taken
         self._waiting: dict[int, int] = {}  # source -> samples the blocked draw needs
-        self._level = [0] * len(spec.sources)  # samples each source's loaders were last asked to hold
-        self._must = np.zeros(int(self._first_loader[-1]), np.int64)  # what each loader was last told to reach
-        self._held = np.zeros(int(self._first_loader[-1]), np.int64)  # announced and not yet popped, by loader
         self._reserve = Reserve(len(spec.sources)) if spec.leaves_holes or any(map(len, state.ahead)) else None
         self._replay = {i: ages for i, ages in enumerate(state.ahead) if len(ages)}  # pulled before the state was saved
         self._finished: Finish | None = None
@@ -79,11 +76,11 @@ class Planner:
     def handle(self, event: Any, now: float = 0.0) -> list[Command]:
         match event:
             case Announce():
-                source = self._loader_source[event.loader]
-                self._held[event.loader] += len(event.found) if event.found is not None else 0
-                group = self._streams[source].group
-                self._streams[source].add(event, event.loader - int(self._first_loader[source]))
-                commands = self._move_horizon(source) if self._streams[source].group > group else []
+                source = self._demand.source_of[event.loader]
+                self._demand.announced(event.loader, len(event.found) if event.found is not None else 0)
+                stream, group = self._streams[source], self._streams[source].group
+                stream.add(event, event.loader - int(self._demand.first[source]))
+                commands: list[Command] = [*self._demand.move_horizon(source, stream.group)] if stream.group > group else []
                 if source not in self._waiting:
                     return commands  # nothing waits for it
                 if not self._satisfied():
@@ -136,20 +133,12 @@ class Planner:
         n = len(self.spec.sources)
         self._state = widened(replace(state, events=(*joined(state.events), new.event, *_others(state.events))), n)
         self._streams.append(_stream(new.source, Cursor()))
-        self._number_loaders()
-        more = np.zeros(new.source.loaders, np.int64)
-        self._must, self._held = np.concatenate([self._must, more]), np.concatenate([self._held, more])
-        self._level.append(0)
+        self._demand.grow(new.source.loaders)
         if self._reserve is not None:
             self._reserve.grow()
         self._mixture.widen(n)
         self._weights = self._mixture.weights
         self.ledger.widen()
-
-    def _number_loaders(self) -> None:
-        loaders = [s.loaders for s in self.spec.sources]
-        self._first_loader = np.concatenate([[0], np.cumsum(loaders)]).astype(np.int64)
-        self._loader_source = np.repeat(np.arange(len(loaders)), loaders).tolist()
 
     # planning
 
@@ -209,7 +198,7 @@ class Planner:
         stage = self._stage(drawn) if self._reserve is None else self._stage_chosen(self._reserve, drawn)
         if not stage.skipped:
             self._outstanding.append(stage.plan.step)
-        return [stage, *self._refills(drawn)]
+        return [stage, *self._demand.keep_ahead(np.sum(drawn.counts, axis=0))]
 
     # look-ahead: samples pulled from the streams and not drawn yet
 
@@ -226,7 +215,7 @@ class Planner:
             return need
         for i, ages in self._replay.items():
             pieces, _ = self._streams[i].take(min(len(ages), self._streams[i].ready))  # the failures on the way are listed already
-            self._reserve.pull(i, pieces, Joined([(i, p) for p in pieces]).holders(self._first_loader), ages)
+            self._reserve.pull(i, pieces, Joined([(i, p) for p in pieces]).holders(self._demand.first), ages)
             self.ledger.counted_before(i, self._streams[i].dropped)
         self._replay = {}
         return {}
@@ -239,19 +228,19 @@ class Planner:
         for i, n in wanted.items():
             pieces, bad = self._streams[i].take(min(n, self._streams[i].ready))
             self.ledger.list_bad(i, bad)
-            reserve.pull(i, pieces, Joined([(i, p) for p in pieces]).holders(self._first_loader))
+            reserve.pull(i, pieces, Joined([(i, p) for p in pieces]).holders(self._demand.first))
         return {}
 
     def _stage_chosen(self, reserve: Reserve, drawn: Drawn) -> Stage:
         """A step whose strategy chooses among candidates, or leaves what does not fit."""
         state, spec = self._state, self.spec
-        pops = reserve.number(int(self._first_loader[-1]))
+        pops = reserve.number(self._demand.n_loaders)
         candidates = reserve.candidates(counts_of(drawn.counts, spec.look_ahead))
         order, substep = step_positions(drawn.counts)
         shown = np.arange(len(candidates.rows)) if spec.look_ahead > 1 else order
         pieces = Joined(candidates.pieces)
         buffer = self._gather(pieces, candidates.rows[shown], substep if spec.look_ahead == 1 else None)
-        loader = pieces.holders(self._first_loader)[candidates.rows[shown]]
+        loader = pieces.holders(self._demand.first)[candidates.rows[shown]]
         buffer = replace(buffer, age=candidates.age[shown], max_age=spec.max_age, overflow=spec.overflow)
         if spec.look_ahead > 1:
             buffer = replace(buffer, drawn=False, wanted=drawn.counts)
@@ -280,37 +269,9 @@ class Planner:
         return [command for i in sorted(need) for command in self._nudge(i)]
 
     def _nudge(self, i: int) -> list[Command]:
-        """Ask the loaders that hold the source up, if they have done what they were asked before."""
-        stream, first = self._streams[i], int(self._first_loader[i])
+        stream = self._streams[i]
         lacking = self._waiting[i] - stream.ready
-        if lacking <= 0 or stream.ended or stream.error:
-            return []
-        commands: list[Command] = []
-        for loader in (first + k for k in stream.behind()):
-            if self._held[loader] >= self._must[loader]:
-                self._must[loader] = self._held[loader] + lacking
-                commands.append(Refill(loader, int(self._must[loader]), self._share(i)))
-        return commands
-
-    def _move_horizon(self, i: int) -> list[Command]:
-        """The stream has come to another group: its loaders may open groups further on."""
-        first, horizon = int(self._first_loader[i]), self._streams[i].group + GROUPS_AHEAD
-        return [Refill(first + k, 0, self._share(i), horizon) for k in range(self.spec.sources[i].loaders)]
-
-    def _refills(self, drawn: Drawn) -> list[Command]:
-        """Keep loaders a few steps ahead. They refill by themselves; they hear only of a level that changed."""
-        commands: list[Command] = []
-        counts = np.sum(drawn.counts, axis=0)
-        for i in np.flatnonzero(counts).tolist():
-            level = int(counts[i]) * self.spec.read_ahead + 1
-            if level > self._level[i] or 4 * level < self._level[i]:
-                self._level[i] = level
-                first = int(self._first_loader[i])
-                commands += [Refill(first + k, 0, self._share(i)) for k in range(self.spec.sources[i].loaders)]
-        return commands
-
-    def _share(self, i: int) -> int:
-        return -(-self._level[i] // self.spec.sources[i].loaders)
+        return [] if lacking <= 0 or stream.ended or stream.error else [*self._demand.nudge(i, lacking, stream.behind())]
 
     def _finish(self, error: Exception | None) -> list[Command]:
         self._finished = Finish(self._state.step, error)
@@ -343,13 +304,13 @@ class Planner:
                     self.ledger.list_bad(i, bad)
         order, substep = step_positions(drawn.counts)
         joint = Joined(pieces)
-        buffer, loader = self._gather(joint, order, substep), joint.holders(self._first_loader)[order]
+        buffer, loader = self._gather(joint, order, substep), joint.holders(self._demand.first)[order]
         plan = spec.strategy(buffer, spec.place)
         check_plan(plan, buffer, spec.place)
         check_samples(plan, buffer)
         plan.validate()
         # A loader's samples leave it in its own order: within a loader, that is their order in the source's stream.
-        pops = np.bincount(loader, minlength=int(self._first_loader[-1]))
+        pops = np.bincount(loader, minlength=self._demand.n_loaders)
         by_stream = np.lexsort((order, loader))
         doc = np.empty(len(loader), np.int64)
         doc[by_stream] = np.arange(len(loader))
@@ -364,8 +325,7 @@ class Planner:
     ) -> Stage:  # fmt: skip
         """Close the step: accounts, counts and the state behind it."""
         state = self._state
-        self._held -= pops
-        self._must = np.zeros_like(self._must)
+        self._demand.popped(pops)
         self.ledger.count(plan, self._weights, state.active)
         self._see_off(drawn.active)
         self.ledger.see_dropped([s.dropped for s in self._streams])

@@ -148,8 +148,8 @@ def make_routes(plan: LoadingPlan, module: str) -> Routes:
     kept = a.n_microbatches == b.n_microbatches and bool((a.microbatch == microbatch).all())
     return Routes(
         module=module, world_size=w, n_slots=a.n_microbatches, per="microbatch" if kept else "iteration", encoder=encoder, owner=owner,
-        slot=a.microbatch, number=_number(a.sample, len(plan)), out=a.out, microbatch=microbatch, doc=b.slot[at], offset=a.offset,
-        position=_starts(b)[at] + a.offset, sent=sent, received=received, wanted=wanted,
+        slot=a.microbatch, number=kernel.number_inside(a.sample, len(plan)), out=a.out, microbatch=microbatch, doc=b.slot[at],
+        offset=a.offset, position=_starts(b)[at] + a.offset, sent=sent, received=received, wanted=wanted,
         sent_bounds=_bounds(a.microbatch, encoder, a.n_microbatches, w), owned_bounds=_bounds(a.microbatch, owner, a.n_microbatches, w),
     ).validate()  # fmt: skip
 
@@ -181,15 +181,6 @@ def _starts(b: Assignment) -> np.ndarray:
     start = np.empty(len(size), np.int64)
     start[order] = before - np.repeat(before[first], counts) if len(size) else before
     return start
-
-
-def _number(sample: np.ndarray, n: int) -> np.ndarray:
-    """Which item of its sample each is, in the order of the metadata."""
-    order = kernel.by_key(sample, n)
-    counts = np.bincount(sample, minlength=n)
-    number = np.empty(len(sample), np.int64)
-    number[order] = np.arange(len(sample)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return number
 
 
 def _bounds(slot: np.ndarray, ranks: np.ndarray, n_slots: int, w: int) -> np.ndarray:

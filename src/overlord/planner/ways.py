@@ -14,6 +14,7 @@ import numpy as np
 from overlord.planner import kernel
 from overlord.planner.kernel import NOWHERE
 from overlord.planner.methods import bins_by, fits, loads_of, none
+from overlord.planner.swaps import even_out
 
 LEVEL = 1.0005  # over the bound: good enough to stop searching
 NEAR = 4  # microbatches above the least number that are tried one by one
@@ -100,13 +101,13 @@ def waited(p: Problem, found: Placement) -> float:
 
 def two_level(p: Problem, m: int) -> Placement | None:
     """Buckets by cost, then the microbatches of each bucket: the bucket totals come out within a fraction of a percent."""
-    bucket = buckets(p, m)
-    if not fits(bucket, p.sizes, p.n_buckets, m * p.capacity):
+    return _then_inside(p, buckets(p, m), m, "two-level")
+
+
+def _then_inside(p: Problem, bucket: np.ndarray, m: int, way: str) -> Placement | None:
+    if not fits(bucket, p.sizes, p.n_buckets, m * p.capacity) or (microbatch := _inside(p, bucket, m)) is None:
         return None
-    microbatch = _inside(p, bucket, m)
-    if microbatch is None:
-        return None
-    return Placement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way="two-level")
+    return Placement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way=way)
 
 
 def buckets(p: Problem, m: int) -> np.ndarray:
@@ -123,7 +124,7 @@ def buckets(p: Problem, m: int) -> np.ndarray:
         bucket = np.where(inside == NOWHERE, NOWHERE, group * np.int32(size) + inside).astype(np.int32)
     if p.method != "greedy" or not fits(bucket, p.sizes, p.n_buckets, room):
         return bucket
-    return kernel.even_out(bucket, p.costs, p.n_buckets, LEVEL * p.bound(), sizes=p.sizes, capacity=room)
+    return even_out(bucket, p.costs, p.n_buckets, LEVEL * p.bound(), sizes=p.sizes, capacity=room)
 
 
 def _inside(p: Problem, bucket: np.ndarray, m: int) -> np.ndarray | None:
@@ -166,13 +167,7 @@ def _rows_by(part: np.ndarray, n_parts: int) -> list[np.ndarray]:
 
 def inside_round_robin(p: Problem, m: int) -> Placement | None:
     """Buckets in turn; only the microbatches of each are balanced."""
-    bucket = none(p.costs, p.n_buckets, 0, p.sizes)
-    if not fits(bucket, p.sizes, p.n_buckets, m * p.capacity):
-        return None
-    microbatch = _inside(p, bucket, m)
-    if microbatch is None:
-        return None
-    return Placement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way="round robin, balanced inside")
+    return _then_inside(p, none(p.costs, p.n_buckets, 0, p.sizes), m, "round robin, balanced inside")
 
 
 def arrival_inside(p: Problem, bucket: np.ndarray) -> Placement:
@@ -325,7 +320,7 @@ def _with_totals(p: Problem, m: int) -> Placement | None:
     if not fits(bins, p.sizes, n * m, p.capacity):
         return None
     loads = loads_of(bins, p.costs, n * m)
-    bucket_of = kernel.even_out(np.tile(np.arange(n, dtype=np.int32), m), loads, n, LEVEL * p.bound(), moves=False)
+    bucket_of = even_out(np.tile(np.arange(n, dtype=np.int32), m), loads, n, LEVEL * p.bound(), moves=False)
     return _numbered(bins, bucket_of, loads, m, "alternating")
 
 
@@ -385,6 +380,6 @@ def _arranged(p: Problem, bins: np.ndarray, m: int, way: str, once: bool = False
     bucket_of[order] = _deal(loads[order].reshape(m, n))[0]
     index_of[order] = np.repeat(np.arange(m, dtype=np.int32), n)
     if once:
-        bucket_of = kernel.even_out(bucket_of, loads, n, LEVEL * p.bound(), moves=False)
+        bucket_of = even_out(bucket_of, loads, n, LEVEL * p.bound(), moves=False)
         return _numbered(bins, bucket_of, loads, m, way)
     return Placement(bucket=bucket_of[bins], microbatch=index_of[bins], n_microbatches=m, way=way)

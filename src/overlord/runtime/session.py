@@ -16,8 +16,6 @@ from overlord.errors import ActorLost, DataStall, JobError, OverlordError, PlanE
 from overlord.hashing import digest
 from overlord.job import Job, Source
 from overlord.messages import Cursor, Report, SetMixture, Skip, StreamState
-from overlord.observe.metrics import actors, job_metrics, loader_name
-from overlord.plan import LoadingPlan
 from overlord.planner.events import Event, Log, said_of_all
 from overlord.planner.feedback import checked
 from overlord.planner.schedule import plain
@@ -27,20 +25,18 @@ from overlord.runtime.host import Host
 from overlord.runtime.later import LaterMethods
 from overlord.runtime.local import Pump, ThreadExecutor
 from overlord.runtime.options import n_workers
-from overlord.sample import Buffer
+from overlord.runtime.questions import Questions
 
 log = logging.getLogger("overlord")
 
 if TYPE_CHECKING:
-    from overlord.observe.explain import Explanation, Known
-    from overlord.planner.dgraph import DGraph
-    from overlord.sample import SampleId
+    pass
 
 MOVED = "another rank moved the session to a saved state; load the same state on this rank"
 WHY_S = 1.0  # how long a client waits to be told why it waits
 
 
-class Session(LaterMethods):
+class Session(Questions, LaterMethods):
     """A running job. Use it as a context manager, or call ``close``."""
 
     def __init__(self, job: Job, blueprint: Blueprint, state: StreamState | None):
@@ -370,77 +366,6 @@ class Session(LaterMethods):
             self._log.report(report, self._slowest())
         host.event(report)
 
-    # what people ask
-
-    def plan(self, step: int) -> LoadingPlan:
-        """The plan of a recent step (the last 256 are kept)."""
-        step = _step("plan", step)
-        plans = self._pump.ask(lambda: {s.plan.step: s.plan for s in self._host.plans}, "the planner")
-        if step not in plans:
-            held = f"{min(plans)} to {max(plans)}" if plans else "none"
-            raise PlanError(f"step {step} is not planned yet, or no longer held", step, f"steps held: {held}")
-        return plans[step]
-
-    def graph(self, step: int) -> DGraph:
-        """The graph of a planned step, with what strategies are not told: who read each sample, who builds each bucket."""
-        from overlord.observe.explain import stage_of
-        from overlord.planner.bindings import planned_graph
-
-        step = _step("graph", step)
-        known = self._pump.ask(self._known, "the planner")
-        stage = stage_of(step, known.stages, known.state.step)
-        assert stage.loader is not None
-        return planned_graph(stage.plan, self.job.batch, self.job.place, stage.loader, known.loaders)
-
-    def explain(self, what: int | str | SampleId) -> Explanation:
-        """A step by its number: which rows, which weights, how it was placed. A sample by its id: where it went, and why."""
-        from overlord.observe.explain import explain
-
-        return explain(what, self._pump.ask(self._known, "the planner"))
-
-    def _known(self) -> Known:
-        from overlord.observe.explain import Known
-
-        host, made = self._host, self._blueprint
-        return Known(
-            job=self.job, names=host.planner.spec.names, indexes=tuple(made.indexes), orders=tuple(made.orders),
-            stages=tuple(host.plans), quarantine=tuple(host.planner.ledger.quarantine), state=host.planner.state(),
-            start=self._start_state.step, loaders=tuple(loader_name(c, r) for c, r in zip(host.loaders, host.readers, strict=True)),
-        )  # fmt: skip
-
-    def summary_buffer(self) -> Buffer:
-        """What the planner sees now: metadata of all samples that are ready and not drawn, source by source in stream order.
-
-        For what-if: ``DGraph.from_buffer(session.summary_buffer(), place).mix(weights)`` and so on. What is ready depends on
-        timing, so nothing of the stream may be decided by it.
-        """
-        return self._pump.ask(lambda: self._host.planner.summary_buffer(), "the planner")
-
-    def quarantine(self) -> list[dict[str, Any]]:
-        """Rows passed so far that never reached a plan, each with its reason."""
-        rows = self._pump.ask(lambda: list(self._host.planner.ledger.quarantine), "the planner")
-        indexes = self._blueprint.indexes
-        return [
-            {"source": self.job.names[q.source], "epoch": q.epoch, "file": q.file, "row": q.row, "part": 0,
-             "path": indexes[q.source].files[q.file].path if q.file < len(indexes[q.source].files) else "", "reason": q.reason}
-            for q in rows
-        ]  # fmt: skip
-
-    def metrics(self) -> dict[str, Any]:
-        """A dict of what is going on: steps, mix wanted and realised, memory, time spent reading and transforming."""
-        return self._pump.ask(self._metrics, "the pump")
-
-    def _metrics(self) -> dict[str, Any]:
-        found = job_metrics(self._host, self.job.names)
-        return {
-            **found,
-            "uptime_s": time.monotonic() - self._started,
-            "feedback": {**found["feedback"], "invalid": self._refused},
-            "files": self._blueprint.handles.metrics(),
-            "clients": {r: {"steps": c.steps, "waited_s": c.waited_s, "ready": len(c._inbox)} for r, c in list(self._clients.items())},
-            "actors": actors(self._host, list(self._clients)),
-        }
-
     # the end
 
     def _broke(self, error: BaseException) -> None:
@@ -485,13 +410,6 @@ def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[
     """What tells two states apart: the step, or of the same step all that differs, such as an event said between the two."""
     parts = [p for p in sorted({*one, *other} - {"reports"}) if one.get(p) != other.get(p)]
     return {p: (f"{one.get(p)!s:.80}", f"{other.get(p)!s:.80}") for p in (["step"] if "step" in parts else parts)}
-
-
-def _step(what: str, step: Any) -> int:
-    try:
-        return operator.index(step)
-    except TypeError:
-        raise PlanError(f"session.{what}: wanted the number of a step, found {step!r}") from None
 
 
 def _steps(what: str, steps: Iterable[Any]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,89 @@ class Run:
     feedback: dict[str, int]  # what became of reports
 
 
+class _Simulation:
+    """One run: the host of the local runtime, trainers that take steps and report, and an event queue in place of time."""
+
+    def __init__(
+        self, blueprint: Blueprint, resume: dict[str, Any] | None, *, seed: int, steps: int | None, delays: Delays,
+        ranks: Sequence[int] | None, report: Trainer | None, save: bool,
+    ):  # fmt: skip
+        self._blueprint = blueprint if resume is None else blueprint.fitting(resume)
+        self._steps, self._delays, self._report, self._save = steps, delays, report, save
+        self._executor = VirtualExecutor(seed, delays)
+        self._host = self._blueprint.host(self._executor, None if resume is None else self._blueprint.restore(resume))
+        job, first = self._blueprint.job, self._host.planner.next_step
+        self._log, self._states = Log(job.feedback_lag), dict[int, dict[str, Any]]()
+        self._trainers = [_Rank(r) for r in (range(job.place.world_size) if ranks is None else ranks)]
+        for trainer in self._trainers:
+            trainer.wake = partial(self._executor.at, 0.0, partial(self._wake, trainer))
+            trainer.owes = [s for s in range(first - 2, first) if s >= 0]
+
+    def say(self, event: SetMixture | Skip | Add) -> None:
+        if isinstance(event, Add):
+            self._blueprint = made = self._blueprint.with_source(event.source, event.loaders)
+            self._host.add_source(made.new_source(event.at), made.loaders_for(len(made.job.sources) - 1, Cursor()), made.budget_bytes)
+            return
+        self._host.event(said_of_all(event, self._blueprint.job.names) if isinstance(event, SetMixture) else event)
+
+    def run(self, max_events: int) -> None:
+        self._host.attach({t.rank: t for t in self._trainers})
+        for _ in range(max_events):
+            if all((t.ended and not t.inbox) or self._has_all(t) for t in self._trainers):
+                return
+            if not self._executor.step():
+                stuck = next(t.rank for t in self._trainers if not t.ended)
+                raise DataStall(self._host.waiting_for(stuck), self._executor.now, self._host.planner.next_step, stuck)
+        raise DataStall(f"an end of the simulation within {max_events} events", self._executor.now)
+
+    def _has_all(self, trainer: _Rank) -> bool:
+        return self._steps is not None and len(trainer.steps) >= self._steps
+
+    def _wake(self, trainer: _Rank) -> None:
+        if trainer.idle:
+            self._take(trainer)
+
+    def _take(self, trainer: _Rank) -> None:
+        self._tell(trainer)
+        if not trainer.inbox or self._has_all(trainer):
+            trainer.idle = True
+            return
+        trainer.idle = False
+        stage, bucket = trainer.inbox.pop(0)
+        trainer.steps.append(Step(stage, bucket, trainer.rank))
+        trainer.owes.append(stage.plan.step)
+        self._host.consumed([trainer.rank], stage.plan.step)
+        if self._save:
+            self._states[stage.plan.step] = self._export(stage)
+        delays = self._delays
+        self._executor.at(self._executor.delay(delays.step_s * delays.slow.get(trainer.rank, 1.0)), partial(self._take, trainer))
+
+    def _tell(self, trainer: _Rank) -> None:
+        """All it owes but perhaps the report of its last step, which it may still be working on."""
+        while self._report is not None and trainer.owes and (len(trainer.owes) > 1 or self._executor.delay(1.0) > 1.0):
+            step = trainer.owes.pop(0)
+            if (said := self._report(trainer.rank, step)) is not None:
+                what = checked(trainer.rank, step, said, self._host.planner.next_step)
+                if self._host.planner.in_time(what):
+                    self._log.report(what, 0)
+                self._host.event(what)
+
+    def _export(self, stage: Stage) -> dict[str, Any]:
+        return self._blueprint.export(self._log.completed(stage.after, self._blueprint.job.names))
+
+    def outcome(self) -> Run:
+        ranks, planner = self._trainers, self._host.planner
+        last = next((t.steps[-1]._stage for t in ranks if t.steps), None)
+        return Run(
+            steps={t.rank: t.steps for t in ranks}, error=next((t.error for t in ranks if t.error), None), seconds=self._executor.now,
+            quarantine=list(planner.ledger.quarantine), end_state={} if last is None else self._export(last), states=self._states,
+            feedback=planner.feedback,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._blueprint.close()
+
+
 def simulate(
     job: Job, *, seed: int = 0, steps: int | None = None, resume: dict[str, Any] | None = None, delays: Delays | None = None,
     ranks: Sequence[int] | None = None, events: Sequence[SetMixture | Skip | Add] = (), report: Trainer | None = None,
@@ -125,69 +209,12 @@ def simulate(
     change in mid-run; each names its step, so when it is said does not matter. ``report``: what trainers report of a step, some
     time before they ask for the second next; resumed, they say again what the state may lack. ``save``: keep the state behind
     every step, as a checkpoint would."""
-    delays = delays or Delays()
-    blueprint = Blueprint(job, Options.of(options))
-    executor = VirtualExecutor(seed, delays)
-    if resume is not None:
-        blueprint = blueprint.fitting(resume)
-    host = blueprint.host(executor, None if resume is None else blueprint.restore(resume))
-    log, states = Log(job.feedback_lag), dict[int, dict[str, Any]]()
-    trainers = [_Rank(r) for r in (range(job.place.world_size) if ranks is None else ranks)]
-
-    def say(event: SetMixture | Skip | Add) -> None:
-        nonlocal blueprint
-        if isinstance(event, Add):
-            blueprint = blueprint.with_source(event.source, event.loaders)
-            new = blueprint.new_source(event.at)
-            host.add_source(new, blueprint.loaders_for(len(blueprint.job.sources) - 1, Cursor()), blueprint.budget_bytes)
-            return
-        host.event(said_of_all(event, blueprint.job.names) if isinstance(event, SetMixture) else event)
-
-    def tell(trainer: _Rank) -> None:
-        """All it owes but perhaps the report of its last step, which it may still be working on."""
-        while report is not None and trainer.owes and (len(trainer.owes) > 1 or executor.delay(1.0) > 1.0):
-            step = trainer.owes.pop(0)
-            if (said := report(trainer.rank, step)) is not None:
-                what = checked(trainer.rank, step, said, host.planner.next_step)
-                if host.planner.in_time(what):
-                    log.report(what, 0)
-                host.event(what)
-
-    def take(trainer: _Rank) -> None:
-        tell(trainer)
-        if not trainer.inbox or (steps is not None and len(trainer.steps) >= steps):
-            trainer.idle = True
-            return
-        trainer.idle = False
-        stage, bucket = trainer.inbox.pop(0)
-        trainer.steps.append(Step(stage, bucket, trainer.rank))
-        trainer.owes.append(stage.plan.step)
-        host.consumed([trainer.rank], stage.plan.step)
-        if save:
-            states[stage.plan.step] = blueprint.export(log.completed(stage.after, blueprint.job.names))
-        executor.at(executor.delay(delays.step_s * delays.slow.get(trainer.rank, 1.0)), lambda: take(trainer))
-
+    blueprint, delays = Blueprint(job, Options.of(options)), delays or Delays()
+    run = _Simulation(blueprint, resume, seed=seed, steps=steps, delays=delays, ranks=ranks, report=report, save=save)
     try:
-        for trainer in trainers:
-            trainer.wake = lambda t=trainer: executor.at(0.0, lambda: take(t) if t.idle else None)  # type: ignore[misc]
-            trainer.owes = [s for s in range(host.planner.next_step - 2, host.planner.next_step) if s >= 0]
         for event in events:
-            say(event)
-        host.attach({t.rank: t for t in trainers})
-        for _ in range(max_events):
-            if all((t.ended and not t.inbox) or (steps is not None and len(t.steps) >= steps) for t in trainers):
-                break
-            if not executor.step():
-                stuck = next(t.rank for t in trainers if not t.ended)
-                raise DataStall(host.waiting_for(stuck), executor.now, host.planner.next_step, stuck)
-        else:
-            raise DataStall(f"an end of the simulation within {max_events} events", executor.now)
+            run.say(event)
+        run.run(max_events)
     finally:
-        blueprint.close()
-    last = [t.steps[-1]._stage.after for t in trainers if t.steps]
-    return Run(
-        steps={t.rank: t.steps for t in trainers}, error=next((t.error for t in trainers if t.error), None), seconds=executor.now,
-        quarantine=list(host.planner.ledger.quarantine),
-        end_state=blueprint.export(log.completed(last[0], blueprint.job.names)) if last else {},
-        states=states, feedback=host.planner.feedback,
-    )  # fmt: skip
+        run.close()
+    return run.outcome()

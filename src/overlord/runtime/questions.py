@@ -1,0 +1,113 @@
+"""What people may ask of a running job: plans, where samples went, what is going on. Nothing here changes it."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from overlord.errors import PlanError
+from overlord.job import Job
+from overlord.observe.metrics import actors, job_metrics, loader_name
+from overlord.plan import LoadingPlan
+from overlord.sample import Buffer
+
+if TYPE_CHECKING:
+    from overlord.client.client import Client
+    from overlord.messages import StreamState
+    from overlord.observe.explain import Explanation, Known
+    from overlord.planner.dgraph import DGraph
+    from overlord.runtime.bootstrap import Blueprint
+    from overlord.runtime.host import Host
+    from overlord.runtime.local import Pump
+    from overlord.sample import SampleId
+
+
+class Questions:
+    """The half of ``Session`` that only looks. All answers come from the pump, so they are of one moment."""
+
+    job: Job
+    _blueprint: Blueprint
+    _clients: Mapping[int, Client]
+    _host: Host
+    _pump: Pump
+    _start_state: StreamState
+    _started: float
+    _refused: int
+
+    def plan(self, step: int) -> LoadingPlan:
+        """The plan of a recent step (the last 256 are kept)."""
+        step = step_number("plan", step)
+        plans = self._pump.ask(lambda: {s.plan.step: s.plan for s in self._host.plans}, "the planner")
+        if step not in plans:
+            held = f"{min(plans)} to {max(plans)}" if plans else "none"
+            raise PlanError(f"step {step} is not planned yet, or no longer held", step, f"steps held: {held}")
+        return plans[step]
+
+    def graph(self, step: int) -> DGraph:
+        """The graph of a planned step, with what strategies are not told: who read each sample, who builds each bucket."""
+        from overlord.observe.explain import stage_of
+        from overlord.planner.bindings import planned_graph
+
+        step = step_number("graph", step)
+        known = self._pump.ask(self._known, "the planner")
+        stage = stage_of(step, known.stages, known.state.step)
+        assert stage.loader is not None
+        return planned_graph(stage.plan, self.job.batch, self.job.place, stage.loader, known.loaders)
+
+    def explain(self, what: int | str | SampleId) -> Explanation:
+        """A step by its number: which rows, which weights, how it was placed. A sample by its id: where it went, and why."""
+        from overlord.observe.explain import explain
+
+        return explain(what, self._pump.ask(self._known, "the planner"))
+
+    def _known(self) -> Known:
+        from overlord.observe.explain import Known
+
+        host, made = self._host, self._blueprint
+        return Known(
+            job=self.job, names=host.planner.spec.names, indexes=tuple(made.indexes), orders=tuple(made.orders),
+            stages=tuple(host.plans), quarantine=tuple(host.planner.ledger.quarantine), state=host.planner.state(),
+            start=self._start_state.step, loaders=tuple(loader_name(c, r) for c, r in zip(host.loaders, host.readers, strict=True)),
+        )  # fmt: skip
+
+    def summary_buffer(self) -> Buffer:
+        """What the planner sees now: metadata of all samples that are ready and not drawn, source by source in stream order.
+
+        For what-if: ``DGraph.from_buffer(session.summary_buffer(), place).mix(weights)`` and so on. What is ready depends on
+        timing, so nothing of the stream may be decided by it.
+        """
+        return self._pump.ask(lambda: self._host.planner.summary_buffer(), "the planner")
+
+    def quarantine(self) -> list[dict[str, Any]]:
+        """Rows passed so far that never reached a plan, each with its reason."""
+        rows = self._pump.ask(lambda: list(self._host.planner.ledger.quarantine), "the planner")
+        indexes = self._blueprint.indexes
+        return [
+            {"source": self.job.names[q.source], "epoch": q.epoch, "file": q.file, "row": q.row, "part": 0,
+             "path": indexes[q.source].files[q.file].path if q.file < len(indexes[q.source].files) else "", "reason": q.reason}
+            for q in rows
+        ]  # fmt: skip
+
+    def metrics(self) -> dict[str, Any]:
+        """A dict of what is going on: steps, mix wanted and realised, memory, time spent reading and transforming."""
+        return self._pump.ask(self._metrics, "the pump")
+
+    def _metrics(self) -> dict[str, Any]:
+        found = job_metrics(self._host, self.job.names)
+        return {
+            **found,
+            "uptime_s": time.monotonic() - self._started,
+            "feedback": {**found["feedback"], "invalid": self._refused},
+            "files": self._blueprint.handles.metrics(),
+            "clients": {r: {"steps": c.steps, "waited_s": c.waited_s, "ready": len(c._inbox)} for r, c in list(self._clients.items())},
+            "actors": actors(self._host, list(self._clients)),
+        }
+
+
+def step_number(what: str, step: Any) -> int:
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise PlanError(f"session.{what}: wanted the number of a step, found {step!r}") from None
