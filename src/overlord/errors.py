@@ -86,7 +86,8 @@ class DataStall(OverlordError):
 
     def __str__(self) -> str:
         who = f"rank {self.rank} waited" if self.rank >= 0 else "waited"
-        return f"{who} {self.seconds:.1f} s for step {self.step}: {self.waiting_for}"
+        what = f"step {self.step}: " if self.step >= 0 else ""
+        return f"{who} {self.seconds:.1f} s for {what}{self.waiting_for}"
 
 
 class ActorLost(OverlordError):
@@ -100,6 +101,17 @@ class ActorLost(OverlordError):
         return f"{self.name} is lost: {self.reason}"
 
 
+class LinkRefused(OverlordError):
+    """A peer that would not talk to us, or with whom we would not talk: wrong token, other version, not ours."""
+
+    def __init__(self, peer: str, reason: str):
+        super().__init__(peer, reason)
+        self.peer, self.reason = peer, reason
+
+    def __str__(self) -> str:
+        return f"{self.peer} refused: {self.reason}"
+
+
 class JournalError(OverlordError):
     """A journal that cannot be written, or that cannot be trusted."""
 
@@ -109,3 +121,15 @@ class JournalError(OverlordError):
 
     def __str__(self) -> str:
         return f"journal {self.path}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+class FrameError(OverlordError):
+    """Bytes of the channel that cannot be trusted, or a value that cannot travel in them."""
+
+    def __init__(self, problem: str, where: str = "", remedy: str = ""):
+        super().__init__(problem, where, remedy)
+        self.problem, self.where, self.remedy = problem, where, remedy
+
+    def __str__(self) -> str:
+        where = f"frame, {self.where}" if self.where else "frame"
+        return f"{where}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")

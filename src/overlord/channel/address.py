@@ -1,0 +1,112 @@
+"""Addresses: ``overlord://host:port/key``. The key names a socket of this machine, host and port reach it from others.
+
+The socket of this machine is an abstract one: it has no file, so nothing is in the way after a crash. Where there are none
+(not Linux), or no shared memory, only TCP is spoken.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import sys
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from overlord.errors import OverlordError
+
+HAS_SHARED_MEMORY = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "eventfd")
+_KEY = re.compile(r"[A-Za-z0-9_.-]{1,80}")
+KEEPALIVE_S = 10  # a machine that vanished without a word is noticed after about thrice this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    host: str
+    port: int  # 0: no TCP
+    key: str
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"overlord://{host}:{self.port}/{self.key}"
+
+    @property
+    def local_name(self) -> str:
+        """The name of the abstract socket."""
+        return f"\0overlord-{self.key}"
+
+    @staticmethod
+    def parse(text: str) -> Address:
+        wrong = f"address {text!r}: wanted overlord://host:port/key, as a server prints it"
+        try:
+            parts = urlsplit(text)
+            host, port, key = parts.hostname, parts.port, parts.path[1:]
+        except ValueError as e:
+            raise OverlordError(f"{wrong}; {e}") from e
+        if parts.scheme != "overlord" or not host or port is None or not _KEY.fullmatch(key):
+            raise OverlordError(wrong)
+        return Address(host=host, port=port, key=key)
+
+
+def reachable(host: str) -> str:
+    """What others call this machine, where a server listens on all its interfaces."""
+    if host not in ("", "0.0.0.0", "::"):
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent: the kernel says which interface leads outside
+            found: str = probe.getsockname()[0]
+        except OSError:
+            return socket.gethostname()
+    return found
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def new_key() -> str:
+    return secrets.token_hex(8)
+
+
+def check_key(key: str) -> str:
+    if not _KEY.fullmatch(key):
+        raise OverlordError(f"key {key!r}: wanted 1 to 80 letters, digits, dots, dashes and underscores")
+    return key
+
+
+def listen_local(address: Address) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    return _listening(sock, address.local_name, f"the local socket of {address}", "another server has this key")
+
+
+def listen_tcp(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that was killed must not block its successor
+    return _listening(sock, (host, port), f"{host}:{port}", "choose another port, or 0 for any")
+
+
+def _listening(sock: socket.socket, where: str | tuple[str, int], name: str, remedy: str) -> socket.socket:
+    try:
+        sock.bind(where)
+        sock.listen(512)
+    except OSError as e:
+        sock.close()
+        raise OverlordError(f"cannot serve at {name}: {e.strerror or e}; {remedy}") from e
+    return sock
+
+
+def tune(sock: socket.socket) -> None:
+    """Small messages go at once, and a peer's machine that vanished is noticed."""
+    sock.setblocking(False)
+    if sock.family != getattr(socket, "AF_UNIX", None):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
+            if hasattr(socket, option):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), KEEPALIVE_S)
+        if hasattr(socket, "TCP_KEEPCNT"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)

@@ -1,0 +1,89 @@
+"""The client's way to a link: the local socket if it answers, TCP otherwise, then the handshake."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from typing import Any
+
+from overlord.channel.address import HAS_SHARED_MEMORY, Address, tune
+from overlord.channel.handshake import client_side
+from overlord.channel.link import MAX_HELD, SocketLink
+from overlord.channel.ring import Ring
+from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
+
+TRANSPORTS = ("auto", "unix", "tcp")
+MAX_HOLD = 2**16
+
+
+def dial(
+    address: str, token: str, hello: dict[str, Any], *, timeout_s: float, ring: Ring | None = None, transport: str = "auto", name: str = "",
+) -> tuple[SocketLink, dict[str, Any]]:  # fmt: skip
+    """A link to the server at an address, and its welcome. ``name`` is how the server calls this side in its errors."""
+    if transport not in TRANSPORTS:
+        raise OverlordError(f"transport {transport!r}: wanted one of {', '.join(TRANSPORTS)}")
+    deadline = time.monotonic() + timeout_s
+    sock = _connect(Address.parse(address), transport, deadline)
+    try:
+        said = _greet(sock, address, token, {"hello": hello, "name": name}, deadline, timeout_s)
+        welcome, hold = said.get("welcome"), said.get("hold")
+        if not isinstance(welcome, dict) or type(hold) is not int or not 0 <= hold <= MAX_HOLD:
+            raise LinkRefused(address, "its answer holds no welcome")
+        tune(sock)
+        return SocketLink(sock, address, ring=ring, max_held=MAX_HELD + hold), welcome
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _connect(address: Address, transport: str, deadline: float) -> socket.socket:
+    if transport == "unix" or (transport == "auto" and HAS_SHARED_MEMORY):
+        try:
+            return _connect_local(address, deadline)
+        except OSError as e:
+            if transport == "unix" or not address.port:
+                raise ActorLost(str(address), f"nobody answers at its local socket: {e.strerror or e}") from e
+    try:
+        return socket.create_connection((address.host, address.port), max(0.001, deadline - time.monotonic()))
+    except OSError as e:
+        raise ActorLost(str(address), f"nobody answers: {e.strerror or e}") from e
+
+
+def _connect_local(address: Address, deadline: float) -> socket.socket:
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            sock.connect(address.local_name)
+            return sock
+        except OSError as e:
+            sock.close()
+            if e.errno != errno.EAGAIN or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)  # its queue of connections is full, and nothing tells when it is not
+
+
+def _greet(sock: socket.socket, address: str, token: str, hello: dict[str, Any], deadline: float, timeout_s: float) -> dict[str, Any]:
+    steps = client_side(token, hello, address)
+    step, answer = next(steps), b""
+    try:
+        while True:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            if isinstance(step, bytes):
+                sock.sendall(step)
+                step = next(steps)
+                continue
+            some = sock.recv(step - len(answer))
+            if not some:
+                raise ActorLost(address, "it closed the connection in the handshake")
+            answer += some
+            if len(answer) == step:
+                whole, answer = answer, b""
+                step = steps.send(whole)
+    except StopIteration as done:
+        return done.value
+    except TimeoutError as e:
+        raise DataStall(f"{address} to answer the handshake", timeout_s) from e
+    except OSError as e:
+        raise ActorLost(address, f"the connection broke in the handshake: {e.strerror or e}") from e

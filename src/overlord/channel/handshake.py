@@ -1,0 +1,108 @@
+"""Who is there: both sides show that they know the token, and the token itself never travels.
+
+    client: nonce           server: nonce
+    client: HMAC over roles, nonces and its hello           server: HMAC over the same and its welcome, or a refusal
+
+Each message is a prefix (magic, version, kind, length) and a short body. The two sides are generators that ask for bytes (they
+yield a number) and give bytes (they yield them), so that one text serves blocking sockets and the server's thread alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from overlord.errors import LinkRefused
+
+VERSION = 1
+MAGIC = b"overlord"
+PREFIX = struct.Struct("<8sHHI")
+HELLO, CHALLENGE, PROOF, WELCOME, REFUSED = range(1, 6)
+NONCE_BYTES = 32
+MAX_BODY = 2**16
+SILENCE_S = 5.0  # a peer that says nothing for so long is cut
+
+Steps = Generator[int | bytes, bytes, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """A peer that knows the token: what it said of itself, and the function that makes our answer."""
+
+    hello: dict[str, Any]
+    seal: Callable[[dict[str, Any]], bytes]
+
+
+def _packet(kind: int, body: bytes) -> bytes:
+    if len(body) > MAX_BODY:
+        raise ValueError(f"a hello or a welcome may hold {MAX_BODY} bytes, this one has {len(body)}")
+    return PREFIX.pack(MAGIC, VERSION, kind, len(body)) + body
+
+
+def refusal(text: str) -> bytes:
+    return _packet(REFUSED, text.encode()[:1024])
+
+
+def _proof(token: str, role: bytes, nonces: bytes, said: bytes) -> bytes:
+    return hmac.new(token.encode(), MAGIC + bytes([VERSION]) + role + nonces + said, hashlib.sha256).digest()
+
+
+def _read(wanted: int, peer: str, body_bytes: int | None = None) -> Generator[int | bytes, bytes, bytes]:
+    """The body of the next message, which must be of this kind."""
+    magic, version, kind, size = PREFIX.unpack((yield PREFIX.size))
+    if magic != MAGIC:
+        raise LinkRefused(peer, f"wanted Overlord's handshake, found {magic!r}: this is another kind of service")
+    if version != VERSION:
+        raise LinkRefused(peer, f"it speaks version {version} of the channel, this side version {VERSION}; run the same Overlord on both")
+    limit = MAX_BODY if body_bytes is None or kind == REFUSED else body_bytes
+    if size > limit:
+        raise LinkRefused(peer, f"wanted a handshake message of at most {limit} bytes, found {size}")
+    body = (yield size) if size else b""
+    if kind == REFUSED:
+        raise LinkRefused(peer, body.decode(errors="replace")[:1024])
+    if kind != wanted or (body_bytes is not None and size != body_bytes):
+        raise LinkRefused(peer, f"wanted handshake message {wanted}, found {kind} of {size} bytes")
+    return body
+
+
+def _plain(said: bytes, peer: str) -> dict[str, Any]:
+    try:
+        return msgspec.msgpack.decode(said, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise LinkRefused(peer, f"wanted a map in its handshake: {e}") from e
+
+
+def client_side(token: str, hello: dict[str, Any], peer: str) -> Steps:
+    """Returns the server's welcome."""
+    mine = secrets.token_bytes(NONCE_BYTES)
+    yield _packet(HELLO, mine)
+    theirs = yield from _read(CHALLENGE, peer, NONCE_BYTES)
+    said = msgspec.msgpack.encode(hello)
+    yield _packet(PROOF, _proof(token, b"client", mine + theirs, said) + said)
+    answer = yield from _read(WELCOME, peer)
+    if not hmac.compare_digest(answer[:32], _proof(token, b"server", mine + theirs, answer[32:])):
+        raise LinkRefused(peer, "the server does not know the token; is the address of another job?")
+    return _plain(answer[32:], peer)
+
+
+def server_side(token: str, peer: str) -> Steps:
+    """Returns what is ``Accepted``. Nothing is told to a peer that has not shown the token, but why it is refused."""
+    theirs = yield from _read(HELLO, peer, NONCE_BYTES)
+    mine = secrets.token_bytes(NONCE_BYTES)
+    yield _packet(CHALLENGE, mine)
+    answer = yield from _read(PROOF, peer)
+    if not hmac.compare_digest(answer[:32], _proof(token, b"client", theirs + mine, answer[32:])):
+        raise LinkRefused(peer, "wrong token")
+
+    def seal(welcome: dict[str, Any]) -> bytes:
+        said = msgspec.msgpack.encode(welcome)
+        return _packet(WELCOME, _proof(token, b"server", theirs + mine, said) + said)
+
+    return Accepted(hello=_plain(answer[32:], peer), seal=seal)

@@ -1,0 +1,341 @@
+"""Links between real processes: what is handed over, what is freed, and who waits for whom."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from overlord.channel.address import Address
+from overlord.channel.link import PAIR_MESSAGES, TIMEOUT, pair
+from overlord.channel.ring import Ring
+from overlord.channel.server import Server
+from overlord.errors import ActorLost, DataStall, OverlordError
+from tests.channels import (
+    MB,
+    SOON_S,
+    TOKEN,
+    Story,
+    child,
+    dialled,
+    is_message,
+    message,
+    read_nothing,
+    send_messages,
+    serve_echo,
+    wait_until,
+)
+
+TRANSPORTS = ("unix", "tcp")
+
+
+def addresses_of(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+# Handing over
+
+
+def test_a_pair_within_the_process_hands_over_the_same_memory():
+    left, right = pair()
+    array = np.arange(1000)
+    left.send({"data": array})
+    assert right.recv(SOON_S)["data"] is array
+    right.send("back")
+    assert left.recv(SOON_S) == "back"
+    assert left.recv(0.01) is TIMEOUT
+
+
+def test_a_pair_is_bounded_and_ends_after_all_was_read():
+    left, right = pair(names=("left", "right"))
+    for k in range(PAIR_MESSAGES):
+        left.send(k)
+    with pytest.raises(DataStall, match="right to take one of 64 messages"):
+        left.send("one more", timeout_s=0.05)
+    left.close("enough")
+    assert [right.recv(SOON_S) for _ in range(PAIR_MESSAGES)] == list(range(PAIR_MESSAGES))
+    with pytest.raises(ActorLost, match="left is lost: the link was closed: enough"):
+        right.recv(SOON_S)
+    with pytest.raises(ActorLost):
+        right.send(1)
+
+
+def test_the_end_of_a_pair_can_be_waited_for_with_others():
+    import select
+
+    left, right = pair()
+    left.send(1)
+    assert select.select([right], [], [], SOON_S)[0] == [right]
+    assert right.recv(SOON_S) == 1
+    assert select.select([right], [], [], 0)[0] == []
+    left.close()
+    assert select.select([right], [], [], SOON_S)[0] == [right]
+    right.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_values_come_back_equal_and_read_only(transport: str):
+    with Story(echo=True) as story, dialled(story.address, transport) as link:
+        assert link.shares_memory == (transport == "unix")
+        for k, nbytes in enumerate((0, 1, 100, 40_000, 70_000, MB, 5 * MB)):
+            link.send(message(k, nbytes))
+            value = link.recv(SOON_S)
+            assert is_message(value, k, nbytes)
+            assert not value["data"].flags.writeable
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_values_of_every_shape_come_back_as_they_were(transport: str):
+    values: list[Any] = [
+        None, 3, "text", [1, (2.5, b"x")], {"a": [np.float32(2), {"b": np.zeros((3, 0, 2))}]},
+        np.arange(60_000).reshape(20, 30, 100)[:, ::2], np.array(5), np.ones((300, 300), bool),
+        [np.full(20_000, i, np.int16) for i in range(20)], ValueError("no"),
+    ]  # fmt: skip
+    with Story(echo=True) as story, dialled(story.address, transport) as link:
+        for value in values:
+            link.send(value)
+            back = link.recv(SOON_S)
+            if isinstance(value, ValueError):
+                assert (type(back), back.args) == (ValueError, ("no",))
+            else:
+                np.testing.assert_equal(back, value)
+
+
+def test_dial_takes_shared_memory_where_it_can_and_tcp_where_it_must():
+    with Story() as story:
+        assert dialled(story.address).shares_memory
+        parsed = Address.parse(story.address)
+        elsewhere = str(Address(host=parsed.host, port=parsed.port, key="not-on-this-machine"))
+        assert not dialled(elsewhere).shares_memory
+        with pytest.raises(ActorLost, match="nobody answers at its local socket"):
+            dialled(elsewhere, "unix")
+
+
+def test_an_address_where_nobody_is_says_so():
+    with Story() as story:
+        address = story.address
+    with pytest.raises(ActorLost, match="nobody answers"):
+        dialled(address)
+
+
+@pytest.mark.parametrize("text", ["", "http://a:1/k", "overlord://a/k", "overlord://a:x/k", "overlord://a:1/", "overlord://a:1/k/l"])
+def test_what_is_no_address_is_refused_with_how_one_looks(text: str):
+    with pytest.raises(OverlordError, match="overlord://host:port/key"):
+        Address.parse(text)
+
+
+def test_an_address_reads_back():
+    for host in ("127.0.0.1", "::1", "node-7.example"):
+        address = Address(host=host, port=12, key="k-1")
+        assert Address.parse(str(address)) == address
+
+
+def test_an_array_of_the_ring_is_sent_without_a_copy():
+    """Both sides see the same memory: what the sender writes later (it must not) shows."""
+    ring = Ring(name="mine")
+    with Story() as story, dialled(story.address, ring=ring) as link:
+        array = ring(MB)
+        array[:] = 1
+        link.send(array[100:200_000].view(np.int16))
+        story.wait(lambda s: s.got)
+        array[100:102] = 9
+        assert story.got[0][0] == 0x0909
+        assert ring.slots_made == 1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_many_threads_may_send_on_one_link(transport: str):
+    with Story() as story, dialled(story.address, transport) as link:
+        threads = [threading.Thread(target=lambda i=i: [link.send(message(100 * i + k, 50_000)) for k in range(20)]) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        story.wait(lambda s: len(s.got) == 80)
+        for i in range(4):
+            mine = [v for v in story.got if v["k"] // 100 == i]
+            assert [v["k"] % 100 for v in mine] == list(range(20))
+            assert all(is_message(v, v["k"], 50_000) for v in mine)
+        for thread in threads:
+            thread.join()
+
+
+# Slots
+
+
+def test_a_thousand_messages_need_a_handful_of_slots():
+    with child(serve_echo, "a-thousand") as server, dialled(server.hears()) as link:
+        for k in range(1000):
+            link.send(message(k, 200_000))
+            assert is_message(link.recv(SOON_S), k, 200_000)
+        assert link.ring.slots_made <= 4, f"{link.ring.slots_made} slots for 1000 messages"
+        assert link.remote_mapped <= 4
+        assert link.remote_held == 0
+
+
+def test_a_ring_of_two_slots_is_enough_when_the_reader_lets_go():
+    with Story() as story:
+        story.keep = False
+        with child(send_messages, story.address, 300, MB, "auto", 2) as sender:
+            assert sender.hears() <= 4  # the first message is a little smaller than the others
+
+
+VIEWS = {
+    "arrays": lambda value: value["data"],
+    "slices of slices": lambda value: value["data"][10:][5:20][::2],
+    "tensors": lambda value: pytest.importorskip("torch").from_numpy(value["data"])[7:],
+}
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_peers_slot_is_free_when_the_last_view_dies(kind: str):
+    ring = Ring(max_slots=3, name="server", wait_s=0.05)
+    with Story(ring=ring) as story, dialled(story.address) as link:
+        story.wait(lambda s: s.opened)
+        for k in range(3):
+            story.opened[0].send(message(k))
+        views = [VIEWS[kind](link.recv(SOON_S)) for _ in range(3)]
+        gc.collect()
+        assert link.remote_held == 3
+        with pytest.raises(DataStall, match="holds 3"):
+            ring(MB)
+        views.pop()
+        assert link.remote_held == 2
+        assert len(ring(MB)) == MB
+        assert ring.slots_made == 3
+
+
+def test_a_reader_that_keeps_everything_gets_copies_and_the_ring_goes_on():
+    ring = Ring(max_slots=4, name="server")
+    with Story(ring=ring) as story, dialled(story.address) as link:
+        link.max_held = 2
+        story.wait(lambda s: s.opened)
+        kept = []
+        for k in range(30):
+            story.opened[0].send(message(k), timeout_s=SOON_S)
+            kept.append(link.recv(SOON_S))
+        assert link.remote_held == 2
+        assert link.copied == 28
+        assert all(is_message(value, k) for k, value in enumerate(kept))
+        assert not any(value["data"].flags.writeable for value in kept)
+
+
+def test_how_much_a_reader_may_hold_is_said_by_the_server():
+    with Story(hold=5) as story, dialled(story.address) as link:
+        assert link.max_held == 13
+
+
+def test_the_peer_unmaps_slots_that_the_ring_has_dropped():
+    ring = Ring(max_bytes=8 * MB, name="server")
+    with Story(ring=ring) as story, dialled(story.address) as link:
+        story.wait(lambda s: s.opened)
+        sizes = [MB, 2 * MB, 4 * MB, 8 * MB, MB // 8, 8 * MB, MB // 8, 8 * MB]
+        for k, nbytes in enumerate(sizes):
+            story.opened[0].send(message(k, nbytes - 4096))
+            assert is_message(link.recv(SOON_S), k, nbytes - 4096)
+        assert link.remote_mapped == ring.n_slots <= 2
+        assert ring.nbytes <= 8 * MB
+
+
+def test_a_message_larger_than_the_ring_goes_through_the_socket():
+    with Story(echo=True) as story, dialled(story.address, ring=Ring(max_bytes=MB)) as link:
+        link.send(message(1, 3 * MB))
+        assert is_message(link.recv(SOON_S), 1, 3 * MB)
+
+
+def test_a_forked_child_that_ends_frees_nothing_of_its_parent():
+    ring = Ring(max_slots=1, name="server", wait_s=0.05)
+    with Story(ring=ring) as story, dialled(story.address) as link:
+        story.wait(lambda s: s.opened)
+        story.opened[0].send(message(4))
+        value = link.recv(SOON_S)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                del value
+                gc.collect()
+            finally:
+                os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert ring.take(MB) is None
+        assert is_message(value, 4)
+
+
+# Back-pressure
+
+
+def send_many(link: Any) -> None:
+    for k in range(100):
+        link.send(message(k), timeout_s=0.1)
+
+
+def test_a_sender_whose_peer_lets_nothing_go_waits_and_then_names_it():
+    ring = Ring(max_slots=3, name="server")
+    with Story(ring=ring) as story, child(read_nothing, story.address) as deaf:
+        deaf.hears()
+        for k in range(3):
+            story.opened[0].send(message(k))
+        with pytest.raises(DataStall, match=r"the deaf one to let go of what was sent: .* the deaf one holds 3"):
+            story.opened[0].send(message(4), timeout_s=0.1)
+
+
+def test_a_sender_over_tcp_whose_peer_reads_nothing_waits_and_then_names_it():
+    with Story() as story, child(read_nothing, story.address, "tcp") as deaf:
+        deaf.hears()
+        link = story.opened[0]
+        link.max_queued_bytes = 8 * MB
+        with pytest.raises(DataStall, match="the deaf one to take"):
+            send_many(link)
+        assert link.queued_bytes <= 8 * MB + 2 * MB
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_client_whose_server_reads_nothing_waits_and_then_names_it(transport: str):
+    """The server's thread is kept busy by a callback that does not return."""
+    stuck, go_on = threading.Event(), threading.Event()
+
+    def on_message(link: Any, value: Any) -> None:
+        stuck.set()
+        go_on.wait(SOON_S)
+
+    with Server(token=TOKEN, on_message=on_message) as server:
+        link = dialled(server.address, transport, ring=Ring(max_slots=4))
+        link.send(1)
+        assert stuck.wait(SOON_S)
+        with pytest.raises(DataStall, match="overlord://"):
+            send_many(link)
+        go_on.set()
+        link.send("it goes on", timeout_s=SOON_S)
+        link.close()
+
+
+def test_one_slow_link_holds_up_no_other():
+    with Story(echo=True) as story:
+        slow, quick = dialled(story.address, "tcp"), dialled(story.address)
+        story.keep = False
+        for k in range(12):
+            slow.send(message(k, 4 * MB))  # echoed into a socket that nobody reads
+        wait_until(lambda: story.opened[0].queued_bytes > 2**24)
+        for k in range(50):
+            quick.send(message(k))
+            assert is_message(quick.recv(SOON_S), k)
+        assert story.opened[0].queued_bytes > 2**24
+        for k in range(12):
+            assert is_message(slow.recv(SOON_S), k, 4 * MB)
+        wait_until(lambda: story.opened[0].queued_bytes == 0)  # the last bytes may be read before the server has counted them
+        slow.close()
+        quick.close()
+
+
+def test_what_is_queued_when_a_link_is_closed_still_arrives():
+    with Story() as story, dialled(story.address, "tcp") as link:
+        story.wait(lambda s: s.opened)
+        for k in range(10):
+            story.opened[0].send(message(k, 3 * MB))
+        story.opened[0].close("done")
+        assert all(is_message(link.recv(SOON_S), k, 3 * MB) for k in range(10))
+        with pytest.raises(ActorLost, match="it closed the link: done"):
+            link.recv(SOON_S)

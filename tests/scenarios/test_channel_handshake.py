@@ -1,0 +1,193 @@
+"""Who is let in: peers with the wrong token, of another version, or silent, are refused with the reason, and disturb nobody."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from overlord.channel.address import Address
+from overlord.channel.handshake import HELLO, MAGIC, PREFIX, REFUSED, VERSION
+from overlord.channel.server import MAX_PENDING, dial
+from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
+from tests.channels import SOON_S, TOKEN, Story, dialled, exactly, raw_silent, wait_until, watched_story
+
+
+@pytest.fixture
+def story() -> Iterator[Story]:
+    with watched_story() as story:
+        yield story
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_wrong_token_is_said_to_be_wrong(story: Story, transport: str):
+    with pytest.raises(LinkRefused, match="wrong token"):
+        dial(story.address, "another token", {}, timeout_s=SOON_S, transport=transport)
+    assert len(story.opened) == 1
+
+
+def test_the_token_never_travels(story: Story):
+    """Everything a client says is recorded by a server in the middle."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        middle = threading.Thread(target=_relay, args=(listener, Address.parse(story.address), heard))
+        middle.start()
+        link, _ = dial(f"overlord://127.0.0.1:{listener.getsockname()[1]}/nowhere", TOKEN, {}, timeout_s=SOON_S)
+        link.close()
+        middle.join(SOON_S)
+    assert b"".join(heard).startswith(MAGIC)
+    assert TOKEN.encode() not in b"".join(heard)
+
+
+def _relay(listener: socket.socket, address: Address, heard: list[bytes]) -> None:
+    near, _ = listener.accept()
+    far = socket.create_connection((address.host, address.port))
+
+    def pump(a: socket.socket, b: socket.socket) -> None:
+        while data := a.recv(65536):
+            heard.append(data)
+            b.sendall(data)
+        b.shutdown(socket.SHUT_WR)
+
+    back = threading.Thread(target=pump, args=(far, near))
+    back.start()
+    pump(near, far)
+    back.join(SOON_S)
+    near.close()
+    far.close()
+
+
+def test_a_recorded_proof_is_worth_nothing_the_second_time(story: Story):
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        middle = threading.Thread(target=_relay, args=(listener, Address.parse(story.address), heard))
+        middle.start()
+        dial(f"overlord://127.0.0.1:{listener.getsockname()[1]}/nowhere", TOKEN, {}, timeout_s=SOON_S)[0].close()
+        middle.join(SOON_S)
+    with raw_silent(Address.parse(story.address), "tcp") as sock:
+        sock.sendall(heard[0])
+        exactly(sock, PREFIX.size + 32)
+        sock.sendall(next(data for data in heard[1:] if PREFIX.unpack_from(data)[2] == 3))
+        assert _refusal(sock) == "wrong token"
+
+
+def _refusal(sock: socket.socket) -> str:
+    _, _, kind, size = PREFIX.unpack(exactly(sock, PREFIX.size))
+    assert kind == REFUSED
+    return exactly(sock, size).decode()
+
+
+def test_a_server_that_does_not_know_the_token_is_not_believed():
+    """It answers in the right form, with a proof it cannot have."""
+
+    def impostor(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock:
+            exactly(sock, PREFIX.size + 32)
+            sock.sendall(PREFIX.pack(MAGIC, VERSION, 2, 32) + bytes(32))
+            _, _, _, size = PREFIX.unpack(exactly(sock, PREFIX.size))
+            exactly(sock, size)
+            sock.sendall(PREFIX.pack(MAGIC, VERSION, 4, 40) + bytes(40))
+
+    _against(impostor, LinkRefused, "does not know the token")
+
+
+def test_a_server_of_another_version_is_named_with_both_versions():
+    _against(_saying(PREFIX.pack(MAGIC, 99, 2, 32) + bytes(32)), LinkRefused, "version 99 .* version 1")
+
+
+def test_another_kind_of_server_is_recognised():
+    _against(_saying(b"HTTP/1.1 400 Bad Request\r\n\r\n"), LinkRefused, "another kind of service")
+
+
+def test_a_server_that_hangs_up_is_lost():
+    _against(_saying(b""), ActorLost, "closed the connection")
+
+
+def test_a_server_that_says_nothing_is_given_up_in_time():
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(DataStall, match="answer the handshake"):
+        dial(f"overlord://127.0.0.1:{listener.getsockname()[1]}/nowhere", TOKEN, {}, timeout_s=0.2)
+
+
+def _saying(data: bytes) -> Callable[[socket.socket], None]:
+    def body(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock:
+            exactly(sock, PREFIX.size + 32)
+            sock.sendall(data)
+
+    return body
+
+
+def _against(body: Callable[[socket.socket], None], error: type[Exception], text: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=body, args=(listener,))
+        thread.start()
+        with pytest.raises(error, match=text):
+            dial(f"overlord://127.0.0.1:{listener.getsockname()[1]}/nowhere", TOKEN, {}, timeout_s=SOON_S)
+        thread.join(SOON_S)
+
+
+def test_a_client_of_another_version_is_told_both_versions(story: Story):
+    with raw_silent(Address.parse(story.address)) as sock:
+        sock.sendall(PREFIX.pack(MAGIC, 99, HELLO, 32) + bytes(32))
+        assert "version 99" in (said := _refusal(sock))
+        assert "version 1" in said
+
+
+GREETINGS = {
+    "garbage": random.Random(1).randbytes(500),
+    "another protocol": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "too long a message": PREFIX.pack(MAGIC, VERSION, HELLO, 2**31) + bytes(100),
+    "the wrong message": PREFIX.pack(MAGIC, VERSION, 4, 32) + bytes(32),
+    "a short nonce": PREFIX.pack(MAGIC, VERSION, HELLO, 8) + bytes(8),
+}
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("what", GREETINGS)
+def test_what_is_no_handshake_is_refused(story: Story, what: str, transport: str):
+    with raw_silent(Address.parse(story.address), transport) as sock:
+        sock.sendall(GREETINGS[what])
+        assert _refusal(sock)
+    assert len(story.opened) == 1
+
+
+def test_a_peer_that_says_nothing_or_not_enough_is_cut(story: Story):
+    with raw_silent(Address.parse(story.address)) as silent, raw_silent(Address.parse(story.address), "tcp") as halting:
+        halting.sendall(PREFIX.pack(MAGIC, VERSION, HELLO, 32) + bytes(5))
+        for sock in (silent, halting):
+            assert "did not finish the handshake" in _refusal(sock)
+            assert sock.recv(1) == b""
+
+
+def test_hundreds_of_connections_that_say_nothing_keep_nobody_out():
+    """They would be cut after a minute; long before that the oldest make room."""
+    with Story(silence_s=60.0) as story:
+        address = Address.parse(story.address)
+        crowd = [raw_silent(address, "unix" if i % 2 else "tcp") for i in range(MAX_PENDING + 150)]
+        with dialled(story.address) as link:
+            link.send("through")
+            story.wait(lambda s: "through" in s.got)
+        assert len(story.server._pending) <= MAX_PENDING
+        assert "too many connections" in _refusal(crowd[0])
+        for sock in crowd:
+            sock.close()
+        wait_until(lambda: not story.server._pending)
+
+
+def test_who_is_not_wanted_gets_the_reason():
+    def on_open(link: Any, hello: dict[str, Any]) -> dict[str, Any]:
+        raise OverlordError(f"rank {hello['rank']} is taken") if hello["rank"] < 9 else ZeroDivisionError("oops")
+
+    from overlord.channel.server import Server
+
+    with Server(token=TOKEN, on_message=lambda link, value: None, on_open=on_open) as server:
+        with pytest.raises(LinkRefused, match="refused: rank 3 is taken"):
+            dial(server.address, TOKEN, {"rank": 3}, timeout_s=SOON_S)
+        with pytest.raises(LinkRefused, match="ZeroDivisionError: oops"):
+            dial(server.address, TOKEN, {"rank": 10}, timeout_s=SOON_S)

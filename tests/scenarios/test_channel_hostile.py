@@ -1,0 +1,231 @@
+"""Peers that lie or break off after the handshake: their own link ends with its reason, all others live on."""
+
+from __future__ import annotations
+
+import array
+import os
+import random
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from overlord.channel import codec, frame
+from overlord.channel.ring import CELLS
+from overlord.channel.slot import sealed_memfd
+from overlord.channel.wire import BYE, FORGET, FRAME, HEAD, RING, SHARED
+from overlord.channel.wire import MAGIC as ENVELOPE
+from overlord.errors import ActorLost, FrameError
+from tests.channels import MB, SOON_S, TOKEN, Story, dialled, message, raw, watched_story
+
+
+@pytest.fixture
+def story() -> Iterator[Story]:
+    with watched_story() as story:
+        yield story
+
+
+def envelope(kind: int, body: bytes, files: int = 0, *, reserved: int = 0, size: int | None = None) -> bytes:
+    return HEAD.pack(ENVELOPE, kind, files, reserved, len(body) if size is None else size) + body
+
+
+def framed(header: bytes, *columns: np.ndarray) -> bytes:
+    return b"".join(bytes(piece) for piece in frame.pack(header, columns))
+
+
+def value_of(value: Any) -> bytes:
+    header, columns = codec.encode(value)
+    return framed(header, *columns)
+
+
+def shared(grants: list[tuple[int, int, int]], *refs: tuple[int, ...]) -> bytes:
+    """A message by reference, one row of (column, grant, offset, dtype code, dims, shape...) for each column."""
+    header, _ = codec.encode([np.zeros(1, np.uint8) for _ in refs])
+    table = struct.pack("<II", len(grants), len(refs)) + b"".join(struct.pack("<QQQ", *grant) for grant in grants)
+    for column, grant, offset, code, dims, *shape in refs:
+        table += struct.pack("<QQQBB6x8Q", column, grant, offset, code, dims, *shape, *[0] * (8 - len(shape)))
+    return table + bytes(-len(table) % frame.ALIGN) + framed(header)
+
+
+def memfd(nbytes: int = 4096) -> int:
+    return sealed_memfd("x", nbytes, others_write=False)[0]
+
+
+def send(sock: socket.socket, data: bytes, files: list[int]) -> None:
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+    sock.sendmsg([data], rights)
+    for fd in files:
+        os.close(fd)
+
+
+def opened_ring(sock: socket.socket) -> None:
+    send(sock, envelope(RING, struct.pack("<I", CELLS), 2), [sealed_memfd("c", CELLS, others_write=True)[0], os.eventfd(0)])
+
+
+Attack = Callable[[socket.socket], None]
+Files = Callable[[], list[int]]
+
+
+def of_slot(refs: Callable[[], bytes], files: Files = lambda: [memfd()], said: int | None = None) -> Attack:
+    def attack(sock: socket.socket) -> None:
+        opened_ring(sock)
+        passed = files()
+        send(sock, envelope(SHARED, refs(), len(passed) if said is None else said), passed)
+
+    return attack
+
+
+def just(data: bytes, files: Files = list) -> Attack:
+    return lambda sock: send(sock, data, files())
+
+
+NEW = [(1, 0, 4096)]  # slot 1, cell 0, new with 4096 bytes
+CODE = frame.CODES[np.dtype(np.uint8)]
+ONE = (0, 0, 0, CODE, 1, 10)  # column 0 lies in the first grant at 0: ten bytes
+RING_OF = envelope(RING, struct.pack("<I", CELLS), 2)
+ATTACKS: dict[str, tuple[Attack, str]] = {
+    "garbage": (just(random.Random(2).randbytes(100_000)), "wanted an envelope"),
+    "an unknown kind": (just(envelope(9, b"")), "wanted an envelope"),
+    "reserved bits": (just(envelope(FRAME, value_of(1), reserved=5)), "wanted an envelope"),
+    "an endless body": (just(envelope(FRAME, b"", size=2**62)), "shorter envelope"),
+    "an endless notice": (just(envelope(BYE, b"", size=2**20)), "shorter envelope"),
+    "a broken frame": (just(envelope(FRAME, random.Random(3).randbytes(300))), "wanted a frame"),
+    "a broken checksum": (just(envelope(FRAME, value_of([1, 2])[:-1] + b"\x99")), "checksum"),
+    "a value that cannot be": (just(envelope(FRAME, framed(b"\xc1"))), "frame"),
+    "half a slot number": (just(envelope(FORGET, b"123")), "numbers of slots"),
+    "a file that nothing announced": (just(envelope(FRAME, value_of(1)), lambda: [memfd()]), "nothing announced"),
+    "a file that a frame does not want": (just(envelope(FRAME, value_of(1), 1), lambda: [memfd()]), "wanted 0 open files"),
+    "files that did not come": (just(envelope(FRAME, value_of(1), 3)), "wanted 3 open files"),
+    "more files than announced": (of_slot(lambda: shared(NEW, ONE), lambda: [memfd(), memfd()], said=1), "nothing announced"),
+    "more files than slots": (of_slot(lambda: shared(NEW, ONE), lambda: [memfd(), memfd()]), "wanted 1 open files"),
+    "too many files": (just(envelope(FRAME, value_of(1), 200), lambda: [memfd() for _ in range(200)]), "at most 128 open files"),
+    "a slot without a ring": (just(envelope(SHARED, shared(NEW, ONE), 1), lambda: [memfd()]), "wanted a slot that was passed"),
+    "an unknown slot": (of_slot(lambda: shared([(7, 0, 0)], ONE), list), "wanted a slot that was passed, found slot 7"),
+    "a place outside the slot": (of_slot(lambda: shared(NEW, (0, 0, 4090, CODE, 1, 10))), "within the 4096 bytes of its slot"),
+    "a place far outside": (of_slot(lambda: shared(NEW, (0, 0, 2**64 - 8, CODE, 1, 10))), "within the 4096 bytes"),
+    "a size that overflows": (of_slot(lambda: shared(NEW, (0, 0, 0, CODE, 3, 2**62, 2**62, 2**62))), "within the 4096 bytes"),
+    "a shape that cannot be": (of_slot(lambda: shared(NEW, (0, 0, 0, CODE, 3, 0, 2**62, 2**62))), "shape that can be"),
+    "too many dimensions": (of_slot(lambda: shared(NEW, (0, 0, 0, CODE, 9))), "9 dimensions"),
+    "an unknown dtype": (of_slot(lambda: shared(NEW, (0, 0, 0, 77, 1, 10))), "known slot and dtype"),
+    "an unknown grant": (of_slot(lambda: shared(NEW, (0, 3, 0, CODE, 1, 10))), "known slot and dtype"),
+    "a column twice": (of_slot(lambda: shared(NEW, ONE, ONE)), "distinct columns"),
+    "a column too far": (of_slot(lambda: shared(NEW, (5, 0, 0, CODE, 1, 10))), "distinct columns"),
+    "a cell too far": (of_slot(lambda: shared([(1, CELLS, 4096)], ONE)), "a cell that is free"),
+    "a cell twice": (of_slot(lambda: shared([(1, 0, 4096), (1, 0, 0)], ONE)), "a cell that is free"),
+    "a slot twice": (
+        of_slot(lambda: shared([(1, 0, 4096), (1, 1, 4096)], ONE), lambda: [memfd(), memfd()]), "wanted a new slot",
+    ),
+    "more references than there are": (of_slot(lambda: struct.pack("<II", 2**31, 2**31) + bytes(500), list), "grants and"),
+    "no references": (of_slot(lambda: b"123", list), "wanted grants and references"),
+    "columns that nobody fills": (of_slot(lambda: struct.pack("<II", 0, 0) + bytes(56) + value_of(np.zeros(5))[:-40], list), "frame"),
+    "a file that is no memory": (
+        of_slot(lambda: shared(NEW, ONE), lambda: [os.open("/dev/zero", os.O_RDWR)]), "another kind of file",
+    ),
+    "memory that is shorter than said": (of_slot(lambda: shared(NEW, ONE), lambda: [memfd(100)]), "wanted 4096 bytes"),
+    "memory that can shrink": (
+        of_slot(lambda: shared(NEW, ONE), lambda: [os.memfd_create("x", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)]), "no seal",
+    ),
+    "a bell that is none": (
+        just(RING_OF, lambda: [sealed_memfd("c", CELLS, others_write=True)[0], os.open("/dev/null", os.O_RDWR)]),
+        "wanted an eventfd",
+    ),
+    "cells that others may not write": (
+        just(RING_OF, lambda: [sealed_memfd("c", CELLS, others_write=False)[0], os.eventfd(0)]), "wanted to map",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ATTACKS)
+def test_a_link_that_lies_ends_with_its_reason_and_no_other(story: Story, what: str):
+    attack, text = ATTACKS[what]
+    with raw(story.address) as sock:
+        attack(sock)
+        story.wait(lambda s: s.closed)
+        link, reason = story.closed[0]
+        assert (link.peer, text in reason) == ("hostile", True), reason
+        assert b"OV" in _rest(sock)  # it was told why
+    assert story.got == []
+
+
+def _rest(sock: socket.socket) -> bytes:
+    got = b""
+    try:
+        while some := sock.recv(65536):
+            got += some
+    except ConnectionResetError:
+        pass
+    return got
+
+
+def test_files_over_tcp_are_no_files(story: Story):
+    with raw(story.address, transport="tcp") as sock:
+        sock.sendall(envelope(FRAME, value_of(1), 1))
+        story.wait(lambda s: s.closed)
+        assert "at most 0 open files" in story.closed[0][1]
+
+
+def test_a_slot_passed_as_it_should_be_is_read(story: Story):
+    """The counter-test of the attacks above: the same words, without a lie."""
+    fd, memory = sealed_memfd("x", 4096, others_write=False)
+    memory[:10] = b"0123456789"
+    with raw(story.address) as sock:
+        opened_ring(sock)
+        send(sock, envelope(SHARED, shared(NEW, (0, 0, 2, CODE, 1, 4)), 1), [fd])
+        story.wait(lambda s: s.got)
+        assert bytes(story.got[0][0]) == b"2345"
+    story.wait(lambda s: s.closed)
+
+
+def test_garbage_from_a_server_ends_the_clients_link_with_its_reason():
+    """A client reads as carefully as a server does."""
+    with Story() as story, dialled(story.address) as link:
+        story.wait(lambda s: s.opened)
+        os.write(story.opened[0].fileno(), b"not an envelope, not at all")
+        with pytest.raises(FrameError, match="wanted an envelope"):
+            link.recv(SOON_S)
+        with pytest.raises(ActorLost, match="wanted an envelope"):
+            link.recv(SOON_S)
+        story.wait(lambda s: s.closed)
+        assert "wanted an envelope" in story.closed[0][1]
+
+
+def test_a_callback_that_fails_ends_only_its_link():
+    from overlord.channel.server import Server
+
+    def on_message(link: Any, value: Any) -> None:
+        link.send(1 / value)
+
+    with Server(token=TOKEN, on_message=on_message) as server, dialled(server.address) as bad, dialled(server.address) as good:
+        bad.send(0)
+        with pytest.raises(ActorLost, match="ZeroDivisionError"):
+            bad.recv(SOON_S)
+        good.send(2)
+        assert good.recv(SOON_S) == 0.5
+
+
+def test_random_bytes_of_every_length_never_stop_the_server(story: Story):
+    rng = random.Random(7)
+    before = len(story.closed)
+    for k in range(60):
+        good = envelope(FRAME, value_of({"k": k, "a": np.arange(rng.randrange(50))}))
+        broken = bytearray(good)
+        for _ in range(rng.randrange(1, 4)):
+            broken[rng.randrange(len(broken))] = rng.randrange(256)
+        with raw(story.address, transport=rng.choice(["unix", "tcp"])) as sock:
+            sock.sendall(bytes(broken[: rng.randrange(1, len(broken) + 1)]))
+    story.wait(lambda s: len(s.closed) == before + 60)
+    story.got.clear()
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_message_that_comes_byte_by_byte_is_one_message(story: Story, transport: str):
+    with raw(story.address, transport=transport) as sock:
+        for byte in envelope(FRAME, value_of({"k": 5})) + envelope(FRAME, value_of("next")):
+            sock.sendall(bytes([byte]))
+        story.wait(lambda s: len(s.got) == 2)
+        assert story.got == [{"k": 5}, "next"]
+    story.wait(lambda s: s.closed)
+    assert len(message(0, MB)["data"]) == MB

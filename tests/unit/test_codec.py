@@ -1,0 +1,373 @@
+"""Values in frames, by example: what travels, what comes back, what is refused and in which words."""
+
+from __future__ import annotations
+
+import re
+import struct
+import tracemalloc
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+
+from overlord import messages
+from overlord.channel import records
+from overlord.channel.codec import decode, encode, register
+from overlord.channel.frame import (
+    DTYPES,
+    PREFIX_BYTES,
+    pack,
+    unpack,
+)
+from overlord.errors import FrameError, OverlordError
+from overlord.job import Batch
+from overlord.messages import Announce, Consumed, Cursor, Evaluated, Found, SetMixture, Skip, StreamState
+from overlord.placetree import ClientPlaceTree
+from overlord.plan import Assignment, LoadingPlan
+from overlord.sample import Buffer, Columns, Ragged
+
+
+def joined(header: bytes, columns: list[np.ndarray]) -> bytes:
+    return b"".join(bytes(piece) for piece in pack(header, columns))
+
+
+def sent(value: Any) -> Any:
+    """A value over the wire and back."""
+    return decode(*unpack(joined(*encode(value))))
+
+
+def tree(value: Any) -> bytes:
+    """A header by hand."""
+    return msgspec.msgpack.encode(value)
+
+
+def with_crc(frame: bytes) -> bytes:
+    """The frame with the checksum it ought to have."""
+    columns, header = struct.unpack_from("<II", frame, 8)
+    end = PREFIX_BYTES + 88 * columns + header
+    return frame[:28] + struct.pack("<I", zlib.crc32(frame[32:end], zlib.crc32(frame[:28]))) + frame[32:]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 0, -1, 2**63, 2**64 - 1, -(2**63), 2**64, -(2**63) - 1, 10**300, 1.5, "text", "", "é\0", b"", b"\xff" * 5,
+        bytes(100_000), [], (), {}, [1, (2, [3])], {"a": 1, 7: [None]}, {"nested": {"deep": (1, {"x": [2**80]})}}, float("inf"), -0.0,
+    ],
+    ids=lambda v: repr(v)[:20],
+)  # fmt: skip
+def test_a_plain_value_comes_back_equal_and_of_the_same_type(value: Any):
+    found = sent(value)
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_not_a_number_comes_back_as_such():
+    assert np.isnan(sent(float("nan")))
+    assert np.isnan(sent(np.float16("nan")))
+    assert np.isnan(sent(np.array([np.nan, 1.0]))[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_arrays_and_numbers_of_every_dtype_come_back(dtype: np.dtype):
+    for array in (
+        np.array([0, 1, 1], dtype),
+        np.array(1, dtype),
+        np.zeros(0, dtype),
+        np.zeros((3, 0, 2), dtype),
+        np.ones((2, 3, 4), dtype),
+    ):
+        found = sent(array)
+        assert (found.dtype, found.shape) == (array.dtype, array.shape)
+        assert np.array_equal(found, array)
+    number = sent(dtype.type(1))
+    assert (type(number), number) == (dtype.type, 1)
+
+
+def test_a_strided_array_is_made_whole_and_a_big_endian_one_turned():
+    grid = np.arange(24).reshape(4, 6)
+    for array in (grid[:, ::2], grid.T, grid[::-1], np.asfortranarray(grid), np.array([1, 2], ">i4"), np.array(3, ">f8")):
+        found = sent(array)
+        assert np.array_equal(found, array)
+        assert found.shape == array.shape
+        assert found.dtype == array.dtype.newbyteorder("<")
+
+
+def test_a_contiguous_array_is_sent_from_where_it_lies():
+    arrays = {f"a{i}": np.zeros(2**17) for i in range(30)}
+    tracemalloc.start()
+    header, columns = encode(arrays)
+    pieces = pack(header, columns)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
+    assert all(
+        np.shares_memory(np.frombuffer(p, np.uint8), a)
+        for p, a in zip([p for p in pieces if len(p) == 2**20], arrays.values(), strict=True)
+    )
+
+
+def test_decoding_thirty_megabytes_of_arrays_allocates_no_more_than_their_names():
+    frame = joined(*encode({f"a{i}": np.zeros(2**17) for i in range(30)}))
+    tracemalloc.start()
+    found = decode(*unpack(frame))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(found) == 30
+    assert peak < 100_000
+
+
+def test_a_slice_of_a_ragged_column_sends_its_rows_only():
+    whole = Ragged(np.arange(100_000), np.arange(0, 100_001, 10))
+    header, columns = encode(whole.slice(500, 503))
+    assert sum(c.nbytes for c in columns) == 30 * 8 + 4 * 8
+    found = decode(header, columns)
+    assert [found[i].tolist() for i in range(3)] == [whole[i].tolist() for i in (500, 501, 502)]
+    assert np.shares_memory(columns[0], whole.values)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array(["a"]), np.array([object()]), np.zeros(1, "M8[s]"), np.zeros(1, complex), np.datetime64("now"), np.longdouble(1),
+        object(), {1, 2}, frozenset(), range(3), len, int, 1j, np.ma.zeros(3), bytearray(b"x"), memoryview(b"x"),
+    ],
+    ids=lambda v: type(v).__name__,
+)  # fmt: skip
+def test_what_cannot_travel_is_refused_with_its_place(value: Any):
+    found = Found.nothing(0)
+    with pytest.raises(FrameError, match=re.escape("value[1].found.meta['x']: wanted ")):
+        encode([0, Announce(0, 0, 0, 0, Found(*[getattr(found, n) for n in records.KINDS["Found"].names[:4]], {"x": value}, *[()] * 5))])
+
+
+@pytest.mark.parametrize("key", [1.5, None, True, (1,), b"x", np.int64(1)], ids=repr)
+def test_a_key_is_a_text_or_a_whole_number(key: Any):
+    with pytest.raises(FrameError, match="wanted keys that are texts or whole numbers, found"):
+        encode({"a": {key: 1}})
+
+
+def test_values_nested_without_end_are_refused_and_never_overflow_the_stack():
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(FrameError, match="at most 64 values inside each other"):
+        encode(loop)
+    with pytest.raises(FrameError, match="at most 64 values inside each other"):
+        decode(b"\x92\x00" * 67 + b"\x91\x00", [])
+    for head in (b"\x92\x00", b"\x82\x01\x01\x02", b"\x91"):
+        with pytest.raises(FrameError):
+            decode(head * 100_000 + b"\xc0", [])
+
+
+def test_what_is_nested_just_deep_enough_comes_back():
+    value: Any = [2**70, np.arange(3), Consumed(1, 2)]
+    for _ in range(63):
+        value = [value]
+    found = sent(value)
+    for _ in range(63):
+        (found,) = found
+    assert found[0] == 2**70
+    assert found[2] == Consumed(1, 2)
+    with pytest.raises(FrameError, match="inside each other"):
+        encode([[value]])
+
+
+def test_a_number_of_more_than_four_thousand_bytes_is_refused():
+    with pytest.raises(FrameError, match="at most 4096 bytes"):
+        encode([1 << 40_000])
+    with pytest.raises(FrameError, match="at most 64 bits"):
+        encode({1 << 70: 0})
+
+
+def test_half_a_character_is_no_text():
+    with pytest.raises(FrameError, match="half a character"):
+        encode(["a\ud800"])
+
+
+def test_other_mappings_arrive_as_dicts_and_metadata_as_what_it_is():
+    assert sent(MappingProxyType({"a": 1})) == {"a": 1}
+    found = sent(Columns({"tokens": np.arange(3), "images": Ragged.from_rows([[1], [], [2, 3]])}, step=4))
+    assert type(found) is Columns
+    with pytest.raises(OverlordError, match="plan of step 4: no metadata 'x'; known: images, tokens"):
+        found["x"]
+
+
+# records
+
+
+def test_a_record_comes_back_with_its_fields():
+    for record in (Consumed(1, 2), Cursor(1, 2, 3), SetMixture(4, {"web": 0.5, "code": 1}), Skip((3, 1)), Batch(samples=3, context=8)):
+        found = sent(record)
+        assert type(found) is type(record)
+        assert found == record
+
+
+def test_a_plan_comes_back_valid_and_with_the_same_digest():
+    rows, zero = np.arange(4), np.zeros(4, np.int32)
+    main = Assignment(
+        axis="DP", n_buckets=2, n_microbatches=1, sample=rows, bucket=np.array([0, 0, 1, 1], np.int32), microbatch=zero,
+        slot=np.array([0, 1, 0, 1], np.int32), size=rows + 1, cost=rows.astype(float), broadcast=("TP",),
+    )  # fmt: skip
+    plan = LoadingPlan(
+        step=3, names=("web", "code"), source=zero, epoch=zero, file=zero, row=rows, part=zero, tokens=rows + 1,
+        modules={"backbone": main}, place=ClientPlaceTree(dp=2, tp=2), extra={"weights": {"web": 0.5}, "list": [1, "a"]},
+    )  # fmt: skip
+    found = sent(plan)
+    assert found.validate().digest() == plan.digest()
+    assert found.extra == plan.extra
+
+
+def test_all_messages_and_what_they_hold_are_known_from_the_start():
+    wanted = {c.__name__ for c in vars(messages).values() if isinstance(c, type) and c.__module__ == messages.__name__}
+    assert wanted | {"LoadingPlan", "Assignment", "ClientPlaceTree", "Buffer"} <= set(records.KINDS)
+
+
+STATE = StreamState(3, np.zeros((2, 6), np.int64), (1, 2), (True, False))
+
+
+@pytest.mark.parametrize(
+    ("record", "field", "wrong", "words"),
+    [
+        (Consumed(1, 2), "step", "2", "value.step: wanted int, found '2'"),
+        (Consumed(1, 2), "step", True, "value.step: wanted int, found True"),
+        (Consumed(1, 2), "rank", None, "value.rank: wanted int, found None"),
+        (Consumed(1, 2), "rank", 1.0, "wanted int, found 1.0"),
+        (STATE, "cursors", [[1]], "value.cursors: wanted ndarray, found list"),
+        (STATE, "owed", (1, "2"), "value.owed: wanted tuple[int, ...], found tuple"),
+        (STATE, "owed", [1, 2], "wanted tuple[int, ...], found list"),
+        (STATE, "owed", (1, 2.5), "wanted tuple[int, ...]"),
+        (STATE, "active", (1, 0), "wanted tuple[bool, ...]"),
+        (STATE, "events", (Consumed(1, 2),), "value.events: wanted tuple["),
+        (STATE, "counts", {"tokens": 3}, "value.counts: wanted "),
+        (STATE, "counts", {3: np.arange(3)}, "value.counts: wanted "),
+        (STATE, "ahead", (3,), "value.ahead: wanted "),
+        (STATE, "weights", ("x",), "value.weights: wanted tuple[float, ...]"),
+        (STATE, "schedule", 3, "value.schedule: wanted "),
+        (Evaluated(Found.nothing(0), 1, 2), "seconds", True, "value.seconds: wanted float, found True"),
+        (Announce(0, 0, 0, 0, None), "error", "no", "value.error: wanted "),
+        (Announce(0, 0, 0, 0, None), "found", Consumed(1, 2), "value.found: wanted "),
+    ],
+)  # fmt: skip
+def test_a_field_of_the_wrong_type_is_refused_where_it_arrives(record: Any, field: str, wrong: Any, words: str):
+    object.__setattr__(record := type(record)(**{n: getattr(record, n) for n in records.KINDS[type(record).__name__].names}), field, wrong)
+    header, columns = encode(record)
+    with pytest.raises(FrameError, match=re.escape(words)):
+        decode(header, columns)
+
+
+def test_numbers_of_numpy_fit_where_numbers_are_wanted():
+    state = StreamState(np.int64(3), np.zeros((1, 6)), (np.int32(1), 2), (np.bool_(True), False), weights=(np.float32(0.5), 1))
+    found = sent(state)
+    assert (found.step, found.owed, found.active, found.weights) == (3, (1, 2), (True, False), (0.5, 1))
+    assert type(found.weights[1]) is int
+
+
+def test_a_record_with_other_fields_or_an_unknown_name_is_refused():
+    layout = records.KINDS["Consumed"].layout
+    for fields in ([layout, 1], [layout, 1, 2, 3], [layout + 1, 1, 2], [layout], [], ["x", 1, 2]):
+        with pytest.raises(
+            FrameError, match="wanted a Consumed of rank, step, found one with other fields; both sides must run the same version"
+        ):
+            decode(tree([8, "Consumed", *fields]), [])
+    with pytest.raises(FrameError, match="wanted a known record, found 'Consumd'; did you mean 'Consumed'"):
+        decode(tree([8, "Consumd", 0]), [])
+    with pytest.raises(FrameError, match="wanted a known record, found 7"):
+        decode(tree([8, 7]), [])
+
+
+def test_a_record_that_its_own_class_refuses_is_refused():
+    header, columns = encode(ClientPlaceTree(dp=77))
+    with pytest.raises(FrameError, match=r"wanted a ClientPlaceTree that can be, found JobError: place.dp: wanted a whole number"):
+        decode(header.replace(b"\x4d", b"\x00"), columns)
+
+
+def test_a_record_of_yours_travels_once_it_is_made_known():
+    @dataclass(frozen=True)
+    class Nothing:
+        pass
+
+    @register
+    @dataclass(frozen=True, kw_only=True)
+    class Parcel:
+        step: int
+        tokens: Ragged
+        how: Literal["whole", "half"]
+        by: Mapping[str, Any] | None = None
+        pair: tuple[int, str] = (0, "")
+        beside: list[int] | None = None
+
+    class Pair(NamedTuple):
+        a: np.ndarray
+        b: Any = None
+
+    try:
+        with pytest.raises(FrameError, match=r"found .*Nothing; send plain values, numpy arrays, or a record made known by"):
+            encode(Nothing())
+        register(Nothing)
+        register(Pair)
+        tokens, by = Ragged.from_rows([[1, 2], [3]]), {"x": Pair(np.arange(2))}
+        found = sent([Nothing(), Parcel(step=1, tokens=tokens, how="half", by=by, pair=(1, "a"), beside=[1])])
+        assert found[0] == Nothing()
+        assert found[1].tokens[1].tolist() == [3]
+        assert found[1].by["x"].a.tolist() == [0, 1]
+        for wrong in ({"how": "third"}, {"pair": (1,)}, {"pair": ("a", 1)}, {"beside": (1,)}, {"beside": ["a"]}, {"by": [1]}):
+            bad = Parcel(**{"step": 1, "tokens": found[1].tokens, "how": "half", **wrong})
+            with pytest.raises(FrameError, match=rf"value.{next(iter(wrong))}: wanted"):
+                sent(bad)
+        assert register(Parcel) is Parcel
+        other = dataclass(frozen=True)(type("Parcel", (), {}))
+        with pytest.raises(TypeError, match="a record Parcel is known already"):
+            register(other)
+        for no_record in (int, dataclass(type("Loose", (), {})), type("Plain", (), {})):
+            with pytest.raises(TypeError, match="register: wanted a frozen dataclass"):
+                register(no_record)
+    finally:
+        for name in ("Nothing", "Parcel", "Pair"):
+            records.KINDS.pop(name, None)
+
+
+def test_a_buffer_comes_back_for_a_strategy_to_see():
+    buffer = Buffer.from_columns({"web": {"tokens": [5, 9], "images": [[1], [2, 3]]}}, batch=Batch(samples=2, context=16))
+    found = sent(buffer)
+    assert repr(found) == repr(buffer)
+    assert type(found.meta) is Columns
+
+
+# headers that lie
+
+
+ONE = [np.arange(3), np.zeros((2, 2), np.uint8), np.array([0, 5, 2]), np.array([-1, 2])]
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        [], [10], [-1], ["x"], [None], [True, 1], [[0]], [2], [2, 4], [2, -1], [2, 0, 0], [2, True], [2, 0.0], [2, None],
+        [3, 0], [3, 0, 3], [3, 0, 4], [3, 0, 1],        [3, 0, 2], [3, 2, 1], [4, 12, b"x"], [4, -1, bytes(8)], [4, 4, b"short"],
+        [4, 0, "x"], [5, "x"], [5, bytes(4097)], [5],
+        [6, 0], [6, 1], [6, 9],        [7, 0, []], [7, 0, {"a": 1}], [7, 0, {1: [2, 0]}], [7, "0", {}],
+        {1.5: 0}, {None: 0}, {b"a": 0}, {(1, 2): 0},
+        msgspec.msgpack.Ext(5, b"x"), [0, msgspec.msgpack.Ext(-1, bytes(4))],
+    ],
+    ids=lambda lie: repr(lie).partition(" object at ")[0],
+)  # fmt: skip
+def test_a_header_that_lies_is_refused(lie: Any):
+    with pytest.raises(FrameError, match="wanted"):
+        decode(tree(lie), ONE)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"", b"\xc1", b"\x01\x01", b"\xa1\xff", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff\x01", b"\xc6\x7f\xff\xff\xff"],
+    ids=repr,
+)
+def test_a_header_that_is_no_messagepack_is_refused_without_believing_its_lengths(header: bytes):
+    tracemalloc.start()
+    with pytest.raises(FrameError, match="wanted a header in MessagePack"):
+        decode(header, [])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000

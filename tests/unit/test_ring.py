@@ -1,0 +1,360 @@
+"""Shared memory that is filled again must never be memory that somebody still reads, here or in another process."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlord.channel.peerslots import PeerSlots
+from overlord.channel.ring import CELLS, Holder, Ring, slot_size
+from overlord.channel.slot import Slot, map_foreign, sealed_memfd
+from overlord.errors import DataStall, FrameError, OverlordError
+
+MB = 2**20
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    ring = Ring(max_slots=3, name="test", wait_s=0.05)
+    yield ring
+    ring.close()
+
+
+def of_torch(array: np.ndarray) -> Any:
+    return pytest.importorskip("torch").from_numpy(array)[5:][2:]
+
+
+def of_arrow(array: np.ndarray) -> Any:
+    import pyarrow as pa
+
+    return pa.py_buffer(array)
+
+
+VIEWS: dict[str, Callable[[np.ndarray], Any]] = {
+    "itself": lambda a: a,
+    "a slice of a slice": lambda a: a[100:][3:9][1:],
+    "another type": lambda a: a[:64].view(np.int64).reshape(2, 4).T,
+    "memoryview": lambda a: memoryview(a)[3:],
+    "frombuffer": lambda a: np.frombuffer(a, np.int32),
+    "torch": of_torch,
+    "arrow": of_arrow,
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_slot_is_free_when_its_last_view_dies_and_not_before(ring: Ring, kind: str) -> None:
+    first = ring(MB)
+    where = address(first)
+    view = VIEWS[kind](first)
+    del first
+    other = ring(MB)
+    assert address(other) != where
+    del view, other
+    taken = [ring(MB), ring(MB)]
+    assert where in [address(a) for a in taken]
+    assert ring.slots_made == 2
+
+
+def test_sizes_that_vary_a_little_share_their_slots(ring: Ring) -> None:
+    for nbytes in (MB, MB - 5000, MB + 40, MB // 2 + 1, MB):
+        ring(nbytes)
+    assert ring.slots_made <= 2
+
+
+@given(st.integers(0, 2**40))
+def test_a_slot_is_large_enough_and_at_most_a_quarter_too_large(nbytes: int) -> None:
+    assert nbytes <= slot_size(nbytes) <= nbytes + max(2**16, nbytes // 4)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3_000_000), st.integers(0, 5)), max_size=40))
+def test_live_arrays_never_overlap_and_the_budget_is_kept(calls: list[tuple[int, int]]) -> None:
+    ring = Ring(max_bytes=8_000_000, max_slots=5)
+    held: np.ndarray | None = None
+    live: list[tuple[int, np.ndarray]] = []
+    for mark, (nbytes, drop) in enumerate(calls):
+        array = ring.take(nbytes)
+        if array is not None:
+            assert len(array) == nbytes
+            array[:: max(1, nbytes // 7)] = mark % 256
+            live.append((mark, array))
+        del array
+        if live and drop:
+            live.pop(drop % len(live))
+        assert ring.nbytes <= 8_000_000
+        assert ring.n_slots <= 5
+        for mark_of, held in live:
+            assert (held[:: max(1, len(held) // 7)] == mark_of % 256).all()
+    live.clear()
+    del held
+    assert ring.take(7_000_000) is not None  # free slots that are too small make room for a large one
+    ring.close()
+
+
+def test_who_waits_for_a_slot_in_vain_is_told_who_has_them(ring: Ring) -> None:
+    held = [ring(MB) for _ in range(3)]
+    with pytest.raises(DataStall, match=r"ring 'test': of its 3 slots .* 3 are viewed here"):
+        ring(MB)
+    assert ring.take(MB) is None
+    assert len(held) == 3
+
+
+def sleeps(waiter: threading.Thread, ring: Ring) -> None:
+    """Returns when somebody waits for the ring, and the thread has slept at every look for a while."""
+    end, looks = time.monotonic() + 30, 0
+    while looks < 10:
+        assert time.monotonic() < end, "it does not sleep"
+        with open(f"/proc/self/task/{waiter.native_id}/stat") as stat:
+            looks = looks + 1 if ring._waiting and stat.read().rsplit(")", 1)[1].split()[0] == "S" else 0
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def _nothing_but_the_bell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits would look again by itself after a second; here not within the test."""
+    monkeypatch.setattr("overlord.channel.ring.LOST_WAKE_S", 300.0)
+
+
+@pytest.mark.usefixtures("_nothing_but_the_bell")
+def test_who_waits_is_woken_when_a_view_dies() -> None:
+    ring = Ring(max_slots=1, wait_s=60)
+    held = [ring(MB)]
+    got: list[np.ndarray] = []
+    waiter = threading.Thread(target=lambda: got.append(ring(MB)))
+    waiter.start()
+    sleeps(waiter, ring)
+    held.clear()
+    waiter.join(10)
+    assert len(got) == 1
+    ring.close()
+
+
+def test_more_than_the_ring_can_ever_hold_is_refused_at_once(ring: Ring) -> None:
+    with pytest.raises(OverlordError, match="max_bytes is"):
+        ring(ring.max_bytes + 1)
+    assert ring.take(ring.max_bytes + 1) is None
+
+
+def test_views_outlive_the_ring(ring: Ring) -> None:
+    array = ring(MB)
+    array[:] = 7
+    ring.close()
+    assert (array == 7).all()
+
+
+def test_a_forked_child_does_not_fill_what_its_parent_reads(ring: Ring) -> None:
+    array = ring(MB)
+    array[:] = 1
+    del array
+    again = ring(MB)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            del again
+            ring(MB)[:] = 9
+        finally:
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert (again == 1).all()
+
+
+# What a peer holds
+
+
+@pytest.fixture
+def shared(ring: Ring) -> Iterator[tuple[Ring, Holder, PeerSlots]]:
+    """A ring, and the same process as its peer: all of it is the kernel's shared memory either way."""
+    holder, slots = Holder("peer"), PeerSlots()
+    ring.attach(holder)
+    slots.open(holder.fd, ring.bell.fd, CELLS)
+    yield ring, holder, slots
+    ring.detach(holder)
+
+
+def passed(ring: Ring, holder: Holder, slots: PeerSlots, array: np.ndarray) -> np.ndarray:
+    """The peer's view of an array of the ring."""
+    found = ring.locate(array)
+    assert found is not None
+    slot, offset = found
+    cell = ring.hold(holder, slot)
+    assert cell >= 0
+    if slot.id not in holder.known:
+        holder.known.add(slot.id)
+        slots.add(slot.id, slot.nbytes, slot.fd)
+    return slots.root(slot.id, cell)[offset : offset + array.nbytes]
+
+
+def test_a_slot_that_a_peer_views_is_not_filled_until_its_last_view_dies(shared: tuple[Ring, Holder, PeerSlots]) -> None:
+    ring, holder, slots = shared
+    array = ring(MB)
+    where = address(array)
+    array[:] = 5
+    theirs = passed(ring, holder, slots, array)
+    twice = passed(ring, holder, slots, array)[10:]
+    del array
+    assert (theirs == 5).all()
+    assert slots.held == 1
+    assert address(ring(MB)) != where
+    del theirs
+    assert address(ring(MB)) != where
+    del twice
+    assert where in [address(a) for a in (ring(MB), ring(MB))] or where in [address(a) for a in [ring(MB), ring(MB)]]
+    assert slots.held == 0
+    assert ring.slots_made == 2
+
+
+@pytest.mark.usefixtures("_nothing_but_the_bell")
+def test_the_bell_of_a_peer_wakes_who_waits(shared: tuple[Ring, Holder, PeerSlots]) -> None:
+    ring, holder, slots = shared
+    ring.wait_s = 60
+    theirs = [passed(ring, holder, slots, ring(MB)) for _ in range(3)]
+    got: list[np.ndarray] = []
+    waiter = threading.Thread(target=lambda: got.append(ring(MB)))
+    waiter.start()
+    sleeps(waiter, ring)
+    theirs.pop()
+    waiter.join(10)
+    assert len(got) == 1
+
+
+def test_who_waits_is_told_which_peer_holds_the_slots(shared: tuple[Ring, Holder, PeerSlots]) -> None:
+    ring, holder, slots = shared
+    theirs = [passed(ring, holder, slots, ring(MB)) for _ in range(3)]
+    with pytest.raises(DataStall, match="peer holds 3"):
+        ring(MB)
+    del theirs
+
+
+def test_what_a_lost_peer_may_still_read_is_not_filled_again(shared: tuple[Ring, Holder, PeerSlots]) -> None:
+    ring, holder, slots = shared
+    arrays = [ring(MB) for _ in range(3)]
+    for k, array in enumerate(arrays):
+        array[:] = k
+    theirs = [passed(ring, holder, slots, array) for array in arrays]
+    del arrays, array
+    ring.detach(holder)
+    for _ in range(3):
+        fresh = ring(MB)
+        fresh[:] = 99
+    assert [int(view[0]) for view in theirs] == [0, 1, 2]
+    assert ring.n_slots <= 3
+
+
+def test_a_peer_that_scribbles_in_its_cells_frees_nothing_but_its_own(shared: tuple[Ring, Holder, PeerSlots]) -> None:
+    ring, holder, _ = shared
+    other = Holder("other")
+    ring.attach(other)
+    array = ring(MB)
+    found = ring.locate(array)
+    assert found is not None
+    ring.hold(other, found[0])
+    holder._map[:] = b"\xff" * CELLS
+    where = address(array)
+    del array
+    assert address(ring(MB)) != where
+    ring.detach(other)
+
+
+def test_a_peer_that_holds_too_many_messages_is_not_given_more(shared: tuple[Ring, Holder, PeerSlots]) -> None:
+    ring, holder, _ = shared
+    array = ring(MB)
+    found = ring.locate(array)
+    assert found is not None
+    assert [ring.hold(holder, found[0]) for _ in range(CELLS)].count(-1) == 0
+    assert ring.hold(holder, found[0]) == -1
+
+
+def test_a_slot_the_ring_drops_is_named_so_that_the_peer_unmaps_it(shared: tuple[Ring, Holder, PeerSlots]) -> None:
+    ring, holder, slots = shared
+    ring.max_bytes = 3 * MB
+    passed(ring, holder, slots, ring(2 * MB))
+    ring(3 * MB)
+    assert list(holder.forgets) == [1]
+    slots.forget(list(holder.forgets))
+    assert slots.mapped == 0
+
+
+# What is mapped
+
+
+def test_nobody_can_shrink_grow_or_newly_write_a_slot() -> None:
+    slot = Slot(1, MB, "test")
+    for size in (0, 2 * MB):
+        with pytest.raises(PermissionError):
+            os.ftruncate(slot.fd, size)
+    with pytest.raises(PermissionError):
+        mmap.mmap(slot.fd, MB, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(slot.fd, 1033, 8)  # no further seals either: not against the owner's own writing
+
+
+def test_a_peer_maps_a_slot_read_only() -> None:
+    slot = Slot(1, MB, "readonly")
+    mapped = np.frombuffer(map_foreign(slot.fd, MB, what="slot"), np.uint8)
+    assert not mapped.flags.writeable
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        mapped.flags.writeable = True
+    with open("/proc/self/maps") as maps:
+        access = [line.split()[1] for line in maps if "memfd:overlord-readonly" in line]
+    assert sorted(access) == ["r--s", "rw-s"]
+
+
+def unsealed(tmp_path: Any) -> int:
+    fd = os.memfd_create("x", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, MB)
+    return fd
+
+
+def plain_file(tmp_path: Any) -> int:
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(fd, MB)
+    return fd
+
+
+HOSTILE: dict[str, tuple[Callable[[Any], int], str]] = {
+    "memory that can shrink": (unsealed, "no seal"),
+    "a plain file": (plain_file, "sealed|seal"),
+    "a device": (lambda _: os.open("/dev/zero", os.O_RDWR), "another kind of file"),
+    "a pipe": (lambda _: os.pipe()[0], "another kind of file"),
+    "shorter than said": (lambda _: sealed_memfd("x", MB // 2, others_write=False)[0], "wanted 1048576 bytes"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_file_that_could_harm_its_reader_is_not_mapped(what: str, tmp_path: Any) -> None:
+    make, text = HOSTILE[what]
+    fd = make(tmp_path)
+    with pytest.raises(FrameError, match=text):
+        map_foreign(fd, MB, what="slot 1")
+    os.close(fd)
+
+
+def test_memory_that_is_only_announced_is_not_paid_for() -> None:
+    fd = os.memfd_create("holes", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 2**33)
+    fcntl.fcntl(fd, 1033, 2)
+    map_foreign(fd, 2**33, what="slot")
+    assert os.fstat(fd).st_blocks == 0
+    os.close(fd)
+
+
+def test_nothing_lies_in_the_file_system() -> None:
+    before = set(os.listdir("/dev/shm"))
+    ring = Ring()
+    array = ring(MB)
+    assert set(os.listdir("/dev/shm")) == before
+    assert len(array) == MB
+    ring.close()
