@@ -6,7 +6,6 @@ buffers for arrays. Nothing is unpickled on either side, so a batch can never be
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import signal
 import socket
@@ -20,15 +19,15 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from overlord import forking
 from overlord.errors import ActorLost, DataStall, TransformError
+from overlord.forking import UNGUARDED, how_it_ended
 from overlord.sample import Column, Ragged
 from overlord.transforms.base import Block, RowIds, Staged
 from overlord.transforms.pipeline import Pipeline
 
 DEADLINE_S = 300.0  # for one batch of user code; also for the start of the process
 CLOSE_S = 0.5  # a child that does not leave by itself in this time is killed; Ctrl-C is to end a program within a second
-# The child imports the program's main file again, to find functions in it.
-UNGUARDED = '; with worker processes a program is a file that can be imported, and launches under `if __name__ == "__main__":`'
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -142,7 +141,7 @@ class TransformWorker:
 
     def _lost(self, stage: str) -> NoReturn:
         code = self._end()
-        how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        how = how_it_ended(code)
         when = "before it could start" if stage == "start" else "in the middle of its work"
         raise ActorLost(self.name, f"its process ended {when} ({how}){UNGUARDED if stage == 'start' else ''}")
 
@@ -175,7 +174,7 @@ def _spawn(pipeline: Pipeline, name: str, deadline_s: float) -> _Child:
                 "use a function of a module, not a lambda or an inner function",
             )
             raise TransformError(pipeline.source, repr(transform), problem, remedy) from fault
-    context = multiprocessing.get_context("forkserver")
+    context = forking.context()
     ours, theirs = context.Pipe(duplex=True)
     _set_deadline(ours, deadline_s)
     process = context.Process(target=_serve, args=(theirs, pipeline), name=name, daemon=True)
@@ -200,6 +199,7 @@ def _set_deadline(pipe: Connection, seconds: float) -> None:
 def _serve(pipe: Connection, pipeline: Pipeline) -> None:
     """The child: answers until its pipe ends, which it does however the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to leave
+    forking.die_with_parent()  # also in the middle of a batch
     try:
         _send(pipe, Reply(), [])
         while True:

@@ -1,0 +1,69 @@
+"""Processes of ours: started by one fork server that has the heavy modules loaded, and none outlives the process that wanted it."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import select
+import signal
+from contextlib import suppress
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from typing import Any
+
+# Loaded once, in the fork server: a process then starts in tens of milliseconds and shares these pages with all others. What
+# stands here must start no Python thread when imported (a fork does not copy threads), and is best what every host needs.
+PRELOAD = ("numpy", "pyarrow", "overlord.runtime.process_actor", "overlord.transforms.worker", "overlord.runtime.hosts")
+
+# A child imports the program's main file again, to find functions in it.
+UNGUARDED = '; with worker processes a program is a file that can be imported, and launches under `if __name__ == "__main__":`'
+
+
+_server: Any = getattr(forkserver, "_forkserver", None)  # private to Python; whatever is missing in it, we do without
+
+
+def context() -> ForkServerContext:
+    """What every process of ours is started with. The list counts when the server starts, which is at the first process."""
+    found = multiprocessing.get_context("forkserver")
+    asked = list(getattr(_server, "_preload_modules", ["__main__"]))  # by the program itself
+    missing = [name for name in PRELOAD if name not in asked]
+    if missing:
+        found.set_forkserver_preload(asked + missing)
+    return found
+
+
+def warm_up() -> None:
+    """Start the fork server now, so that it loads its modules while this process does something else."""
+    context()
+    if _server is not None and hasattr(_server, "ensure_running"):
+        _server.ensure_running()
+
+
+def share_server() -> None:
+    """In a child: its own children come from the same fork server. Python's ``ensure_running`` says so too, but starts a server for
+    every child that has children, which costs 50 MB and a third of a second each."""
+    if getattr(_server, "_forkserver_address", None) is not None and getattr(_server, "_forkserver_alive_fd", None) is not None:
+        _server.ensure_running = lambda: None
+
+
+def die_with_parent() -> None:
+    """In a child: the kernel kills this process when its parent is gone, however that ended and whatever runs here.
+
+    The parent holds the other end of a pipe that nobody writes to. A thread that waits for its end would need the interpreter
+    lock, and user code in C may hold that for ever.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or not hasattr(fcntl, "F_SETSIG"):  # Linux only; elsewhere the end of the socket has to do
+        return
+    with suppress(OSError):  # a sandbox that does not know it
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([parent.sentinel], [], [], 0)[0]:  # it went before we asked
+        os._exit(1)
+
+
+def how_it_ended(code: int | None) -> str:
+    """An exit code in words."""
+    return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"

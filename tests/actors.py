@@ -1,0 +1,155 @@
+"""Actors for the tests of the control plane. A module without pytest: every process of a test imports it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from overlord.channel.codec import register
+from overlord.errors import SourceError
+from overlord.transforms.base import Map, RowIds
+from overlord.transforms.pipeline import Pipeline
+from overlord.transforms.worker import TransformWorker
+
+
+class Strange(Exception):
+    """An exception that the channel does not know."""
+
+
+class OnlyThere(NamedTuple):
+    number: int
+
+
+class Worker:
+    """Does what tests want of an actor."""
+
+    def __init__(self, closed: str = "") -> None:
+        self.log: list[Any] = []
+        self._closed, self._promise = closed, Future[Any]()
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+    def note(self, value: Any) -> None:
+        self.log.append(value)
+
+    def notes(self) -> list[Any]:
+        return self.log
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def environ(self, key: str) -> str | None:
+        return os.environ.get(key)
+
+    def write_into(self, value: Any) -> None:
+        value[0] = 1
+
+    def flags(self, value: dict[str, Any]) -> list[bool]:
+        return [bool(array.flags.writeable) for array in value["arrays"]]
+
+    def total(self, arrays: list[np.ndarray]) -> int:
+        return int(sum(a.sum() for a in arrays))
+
+    def zeros(self, n: int) -> np.ndarray:
+        return np.zeros(n, np.uint8)
+
+    def fail(self, kind: str) -> None:
+        match kind:
+            case "ours":
+                raise SourceError("web", "a problem", "a.parquet", "do this")
+            case "key":
+                raise KeyError("a", 3)
+            case "file":
+                open("/no/such/file")  # noqa: SIM115
+            case "time":
+                raise TimeoutError("my own")
+            case "noted":
+                error = ValueError("with notes")
+                error.add_note("first")
+                raise error
+            case "strange":
+                raise Strange("seen nowhere else")
+
+    def unsendable(self) -> Any:
+        return {"a": [object()]}
+
+    def words(self, n: int) -> list[str]:
+        return ["a" * 1000] * n
+
+    def only_there(self) -> Any:
+        """A record that is known in this process and not where it goes."""
+        register(OnlyThere)
+        return OnlyThere(1)
+
+    def promise(self) -> Future[Any]:
+        return self._promise
+
+    def keep(self, value: Any) -> None:
+        self._promise.set_result(value)
+
+    def break_promise(self) -> None:
+        self._promise.set_exception(SourceError("web", "no more"))
+
+    def later(self, value: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        threading.Timer(0.05, done.set_result, (value,)).start()
+        return done
+
+    def sleep(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "slept"
+
+    def busy(self) -> None:
+        while True:
+            pass
+
+    def hold_the_lock(self) -> int:
+        return sum(range(10**12))  # one C function: no other thread of the process runs meanwhile
+
+    def leave(self, code: int) -> None:
+        raise SystemExit(code)
+
+    def transforms(self) -> list[int]:
+        """A grandchild: its pid, and that of whoever started it for the system."""
+        self.worker = TransformWorker(Pipeline("web", [Map(shout)], seed=0, context=8, on_long="truncate"))
+        pid = self.worker.pid or 0
+        return [pid, int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])]
+
+    def transform_for_ever(self) -> None:
+        table = pa.table({"text": ["for ever"]})
+        ids = RowIds(0, 0, np.zeros(1, np.int64))
+        threading.Thread(target=self.worker.slice_stage, args=(table, ids), daemon=True).start()
+
+    def close(self) -> None:
+        if self._closed == "fail":
+            raise OSError("cannot close")
+        if self._closed == "never":
+            self.busy()
+        if self._closed:
+            Path(self._closed).write_text("closed")
+
+
+def shout(batch: Any) -> Any:
+    while True:
+        pass
+
+
+def broken(problem: str) -> Worker:
+    raise SourceError("web", problem)
+
+
+def when_allowed(path: str) -> Worker:
+    """An actor that is not there before the file is."""
+    deadline = time.monotonic() + 20
+    while not Path(path).exists():
+        assert time.monotonic() < deadline, f"nobody made {path}"
+        time.sleep(0.01)
+    return Worker()

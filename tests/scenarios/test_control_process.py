@@ -1,0 +1,440 @@
+"""What only processes can do: be killed for good, end with their parent, leave nothing behind. Every kill here is a real one."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from overlord.channel.codec import register
+from overlord.errors import ActorLost, DataStall, FrameError, JobError, OverlordError
+from overlord.forking import PRELOAD, UNGUARDED
+from overlord.runtime import process_control
+from overlord.runtime.process_control import ProcessControl
+from tests.actors import Worker
+
+ROOT = Path(__file__).resolve().parents[2]
+SOON_S = 20.0
+TOLD_S = 0.5  # ten times what is promised for the news of a death
+GONE_S = 3.0  # for processes to end with their parent; a second or so is promised, and half of that is what it takes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes by /proc")
+
+
+@pytest.fixture
+def control() -> Iterator[ProcessControl]:
+    with ProcessControl() as made:
+        yield made
+
+
+def ask(control: ProcessControl, handle: Any, method: str, *args: Any) -> Any:
+    return control.get(control.call(handle, method, *args), SOON_S)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and not just waiting to be reaped by whoever adopted it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def left_after(pids: list[int], seconds: float) -> list[int]:
+    """Those of the processes that still run when all had this long to go."""
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below one."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue
+    found: list[int] = []
+    below = [pid]
+    while below:
+        below = [child for child, parent in parents.items() if parent in below]
+        found += below
+    return found
+
+
+HEAD = """
+import os, sys, time
+from overlord.runtime.process_control import ProcessControl
+from tests.actors import Worker
+"""
+
+
+class Program:
+    """A program of its own that launches actors, prints a line when it is ready, and is then ended somehow."""
+
+    def __init__(self, path: Path, body: str, *, guarded: bool = True):
+        body = textwrap.dedent(body)
+        text = HEAD + ("if __name__ == '__main__':\n" + textwrap.indent(body, "    ") if guarded else body)
+        path.write_text(text)
+        env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
+        )
+        self.pids: list[int] = []
+
+    def ready(self) -> list[int]:
+        """The pids it printed; all its processes are remembered."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.communicate()[1]
+        self.pids = sorted({*descendants(self.process.pid), *map(int, line.split())})
+        return [int(word) for word in line.split()]
+
+    def end(self) -> tuple[str, str]:
+        out, err = self.process.communicate(timeout=SOON_S)
+        return out, err
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        for pid in self.pids:
+            if runs(pid):  # a test has failed; nothing may stay behind all the same
+                os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+# kills
+
+
+def test_a_killed_process_is_gone_when_kill_returns(control: ProcessControl) -> None:
+    actor = control.spawn(Worker, name="worker")
+    control.call(actor, "hold_the_lock")
+    assert runs(actor.pid)
+    control.kill(actor)
+    assert not Path(f"/proc/{actor.pid}").exists()
+
+
+def test_a_kill_from_outside_is_told_at_once(control: ProcessControl) -> None:
+    actor = control.spawn(Worker, name="worker")
+    ask(control, actor, "echo", 1)
+    pending, told, reasons = control.call(actor, "promise"), threading.Event(), []
+    control.on_death(actor, lambda handle, reason: (reasons.append((handle, reason)), told.set()))
+    os.kill(actor.pid, signal.SIGKILL)
+    assert told.wait(TOLD_S), "the death was not told within ten times its bound"
+    assert reasons == [(actor, "killed by signal 9")]
+    with pytest.raises(ActorLost, match="worker is lost: killed by signal 9"):
+        pending.result(0)
+
+
+def test_answers_given_before_the_death_still_count(control: ProcessControl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_control, "READS", 1)
+    actor, gone = control.spawn(Worker, name="worker"), threading.Event()
+    control.call(actor, "echo", 1).add_done_callback(lambda _: gone.wait(SOON_S))  # the thread that reads comes late
+    futures = [control.call(actor, "zeros", 40_000) for _ in range(3)]
+    last = control.call(actor, "leave", 0)
+    assert select.select([actor._record.process.sentinel], [], [], SOON_S)[0], "it has not left"
+    gone.set()
+    with pytest.raises(ActorLost, match="exit code 0"):
+        control.get(last, SOON_S)
+    assert [len(f.result(0)) for f in futures] == [40_000] * 3
+
+
+def test_a_kill_before_the_start_is_just_that(control: ProcessControl) -> None:
+    actor = control.spawn(Worker, name="worker")
+    os.kill(actor.pid, signal.SIGKILL)
+    with pytest.raises(ActorLost) as caught:
+        ask(control, actor, "echo", 1)
+    assert caught.value.reason == "killed by signal 9"
+
+
+def test_a_stopped_actor_blocks_no_caller_and_can_be_killed(control: ProcessControl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_control, "MAX_WAITING_BYTES", 2**25)
+    actor, other = control.spawn(Worker, name="stopped"), control.spawn(Worker, name="other")
+    ask(control, actor, "echo", 1)
+    os.kill(actor.pid, signal.SIGSTOP)
+    large = np.zeros(2**22, np.uint8)
+    futures = [control.call(actor, "echo", large) for _ in range(7)]
+    with pytest.raises(DataStall, match="actor 'stopped' to take its calls"):
+        control.call(actor, "echo", np.zeros(2**24, np.uint8))
+    with pytest.raises(DataStall, match="actor 'stopped' to answer 'echo'"):
+        control.get(futures[0], 0.05)
+    assert ask(control, other, "echo", 1) == 1
+    control.kill(actor)
+    assert all(isinstance(f.exception(0), ActorLost) for f in futures)
+
+
+def test_a_slow_actor_gets_everything_in_the_end(control: ProcessControl) -> None:
+    actor = control.spawn(Worker, name="worker")
+    ask(control, actor, "echo", 1)
+    os.kill(actor.pid, signal.SIGSTOP)
+    futures = [control.call(actor, "total", [np.full(2**20, i, np.uint8)]) for i in range(10)]
+    os.kill(actor.pid, signal.SIGCONT)
+    assert [control.get(f, SOON_S) for f in futures] == [i * 2**20 for i in range(10)]
+
+
+def test_an_actor_that_sends_no_frames_is_ended(control: ProcessControl) -> None:
+    actor = control.spawn(Babbler, name="babbler")
+    with pytest.raises(ActorLost, match="it sent what is no reply, and was killed: "):
+        ask(control, actor, "babble")
+    assert left_after([actor.pid], SOON_S) == []
+
+
+class Babbler:
+    """Writes into the socket it is called by."""
+
+    def babble(self) -> None:
+        from overlord.runtime import process_actor
+
+        process_actor._kept[0].send(b"not a frame" * 10)
+        time.sleep(SOON_S)
+
+
+def test_an_actor_that_does_not_leave_is_killed(control: ProcessControl) -> None:
+    actors = [control.spawn(Worker, name="busy"), control.spawn(Worker, "never", name="never closed")]
+    for actor in actors:
+        ask(control, actor, "echo", 1)
+    control.call(actors[0], "hold_the_lock")
+    control.shutdown(0.2)
+    assert not any(Path(f"/proc/{actor.pid}").exists() for actor in actors)
+
+
+# messages that one side can make and the other cannot take
+
+
+def test_a_header_too_large_for_a_frame_is_an_error_of_its_call_alone(control: ProcessControl) -> None:
+    actor = control.spawn(Worker, name="worker")
+    with pytest.raises(FrameError, match="bytes of header"):
+        control.call(actor, "echo", ["a" * 1000] * 20_000)
+    with pytest.raises(FrameError, match="bytes of header"):
+        ask(control, actor, "words", 20_000)
+    assert ask(control, actor, "echo", "still there") == "still there"
+
+
+class OnlyHere(NamedTuple):
+    number: int
+
+
+def test_a_record_that_one_side_does_not_know_is_an_error_of_its_call_alone(control: ProcessControl) -> None:
+    register(OnlyHere)
+    actor = control.spawn(Worker, name="worker")
+    with pytest.raises(FrameError, match="OnlyHere"):
+        ask(control, actor, "echo", OnlyHere(1))
+    with pytest.raises(FrameError, match=r"answer of actor 'worker'.*OnlyThere"):
+        ask(control, actor, "only_there")
+    assert ask(control, actor, "echo", "still there") == "still there"
+
+
+# what is left
+
+
+def test_a_hundred_actors_leave_no_open_file_and_no_thread(control: ProcessControl) -> None:
+    def one(i: int) -> None:
+        actor = control.spawn(Worker, name=f"{i}")
+        if i % 2:
+            ask(control, actor, "echo", 1)
+        control.kill(actor)
+
+    one(0)  # the fork server has its own files
+    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for i in range(100):
+        one(i)
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (before, threads)
+
+
+def test_a_control_plane_leaves_no_open_file() -> None:
+    with ProcessControl() as first:
+        first.spawn(Worker, name="worker")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with ProcessControl() as control:
+            control.spawn(Worker, name="worker")
+            with pytest.raises(JobError):
+                control.spawn(lambda: 0, name="cannot be sent")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+FAMILY = """
+    control = ProcessControl()
+    family = [control.spawn(Worker, name=n) for n in ("idle", "busy", "locked", "starting", "parent", "busy parent")]
+    for actor in family[:3]:
+        control.call(actor, "echo", 1).result(20)
+    children = [control.call(actor, "transforms").result(20)[0] for actor in family[4:]]
+    control.call(family[1], "busy")
+    control.call(family[2], "hold_the_lock")
+    control.call(family[5], "transform_for_ever").result(20)
+    control.call(family[5], "busy")
+    print(*[h.pid for h in family], *children, flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path, how: signal.Signals) -> None:
+    with Program(tmp_path / "program.py", FAMILY + "    time.sleep(100)") as program:
+        assert len(program.ready()) == 8
+        assert len(program.pids) >= 10, "six actors, two workers, the fork server and Python's resource tracker"
+        os.kill(program.process.pid, how)
+        assert left_after([program.process.pid, *program.pids], GONE_S) == []
+
+
+def test_nothing_outlives_a_program_that_ends_without_shutdown(tmp_path: Path) -> None:
+    with Program(tmp_path / "program.py", FAMILY) as program:
+        program.ready()
+        out, err = program.end()
+        assert (program.process.returncode, out, err.count("Traceback")) == (0, "", 0), err
+        assert left_after(program.pids, GONE_S) == []
+
+
+@pytest.mark.parametrize("scoped", [True, False])
+def test_ctrl_c_ends_everything_within_a_second(tmp_path: Path, scoped: bool) -> None:
+    body = FAMILY + "    time.sleep(100)"
+    if scoped:
+        body = body.replace("control = ProcessControl()", "with ProcessControl() as control:").replace("\n    ", "\n        ")
+        body = body.replace("\n        with", "\n    with")
+    with Program(tmp_path / "program.py", body) as program:
+        program.ready()
+        before = time.monotonic()
+        os.killpg(program.process.pid, signal.SIGINT)
+        _, err = program.end()
+        took = time.monotonic() - before
+        assert program.process.returncode == -signal.SIGINT
+        assert err.count("Traceback") == 1, err
+        assert took < 2.0, f"a second is promised, twice that allowed here; took {took:.2f} s"
+        assert left_after(program.pids, GONE_S) == []
+
+
+def test_a_grandchild_ends_with_an_actor_that_is_killed(control: ProcessControl) -> None:
+    actor = control.spawn(Worker, name="worker")
+    child, _ = ask(control, actor, "transforms")
+    ask(control, actor, "transform_for_ever")
+    control.kill(actor)
+    assert left_after([child], GONE_S) == []
+
+
+def test_processes_of_an_actor_come_from_the_one_fork_server(control: ProcessControl) -> None:
+    actor = control.spawn(Worker, name="worker")
+    _, server = ask(control, actor, "transforms")
+    assert server == int(Path(f"/proc/{actor.pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def test_a_forked_copy_of_the_program_neither_calls_nor_kills_nor_keeps_actors(tmp_path: Path) -> None:
+    body = """
+    control = ProcessControl()
+    actor = control.spawn(Worker, name="worker")
+    control.call(actor, "echo", 1).result(20)
+    copy = os.fork()
+    if copy == 0:
+        try:
+            control.call(actor, "echo", 1)
+        except Exception as e:
+            print(e, file=sys.stderr, flush=True)
+        if os.fork() == 0:
+            sys.exit()  # a copy that ends well, with all that Python does at the end of a program
+        os.wait()
+        time.sleep(100)
+    while "forked" not in open("said").read():
+        time.sleep(0.01)
+    os.kill(copy, 0)
+    time.sleep(0.1)
+    print(actor.pid, control.call(actor, "pid").result(20), copy, flush=True)
+    time.sleep(100)
+    """
+    body = body.replace("print(e, file=sys.stderr, flush=True)", "open('said', 'w').write(str(e))").replace(
+        "control = ", f"os.chdir({str(tmp_path)!r}); open('said', 'w').close()\n    control = "
+    )
+    with Program(tmp_path / "program.py", body) as program:
+        pid, again, copy = program.ready()
+        assert pid == again
+        assert "only that one can call them" in (tmp_path / "said").read_text()
+        os.kill(program.process.pid, signal.SIGKILL)
+        assert left_after([pid], GONE_S) == [], "the copy holds the socket open"
+        assert runs(copy)
+
+
+# starts
+
+
+def test_a_factory_that_cannot_be_sent_says_what_to_do(control: ProcessControl) -> None:
+    with pytest.raises(JobError, match=r"actor 'worker': the factory <function .*lambda.*a function or a class of a module, not a lambda"):
+        control.spawn(lambda: Worker(), name="worker")
+    with pytest.raises(JobError, match=r"argument 2 of the factory <unlocked _thread.lock"):
+        control.spawn(Worker, "", threading.Lock(), name="worker")
+    assert ask(control, control.spawn(Worker, name="worker"), "echo", 1) == 1
+
+
+def test_a_factory_that_the_process_cannot_find_is_told(control: ProcessControl, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = type(sys)("only_here")
+    exec("class Lost:\n    pass", module.__dict__)
+    module.Lost.__module__ = "only_here"
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    with pytest.raises(ActorLost, match=r"ended before it could start \(exit code 1\)"):
+        ask(control, control.spawn(module.Lost, name="lost"), "echo", 1)
+
+
+def test_a_program_that_cannot_be_imported_is_told_how_to_be(tmp_path: Path) -> None:
+    body = """
+        control = ProcessControl()
+        actor = control.spawn(Worker, name="worker")
+        try:
+            control.call(actor, "echo", 1).result(20)
+        except Exception as e:
+            print(type(e).__name__, e, flush=True)
+    """
+    with Program(tmp_path / "program.py", body, guarded=False) as program:
+        out, _ = program.end()
+    assert out.startswith("ActorLost worker is lost: its process ended before it could start (exit code 1)")
+    assert UNGUARDED in out
+    assert 'if __name__ == "__main__":' in UNGUARDED
+
+
+def test_an_actor_has_the_environment_of_now(control: ProcessControl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERLORD_TEST_OF_CONTROL", "first")
+    first = control.spawn(Worker, name="first")
+    monkeypatch.delenv("OVERLORD_TEST_OF_CONTROL")
+    second = control.spawn(Worker, name="second")
+    assert [ask(control, a, "environ", "OVERLORD_TEST_OF_CONTROL") for a in (first, second)] == ["first", None]
+
+
+def test_what_the_fork_server_loads_starts_no_thread() -> None:
+    code = f"import threading\nfor name in {PRELOAD!r}:\n    __import__(name)\nassert threading.active_count() == 1, threading.enumerate()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
+    assert done.returncode == 0, done.stderr
+
+
+def test_shutdown_from_a_callback_is_refused(control: ProcessControl) -> None:
+    actor = control.spawn(Worker, name="worker")
+    faults: list[BaseException] = []
+    done = threading.Event()
+
+    def stop(*_: object) -> None:
+        try:
+            control.shutdown(1.0)
+        except OverlordError as e:
+            faults.append(e)
+        done.set()
+
+    control.on_death(actor, stop)
+    control.kill(actor)
+    assert done.wait(SOON_S)
+    assert "call it from another thread" in str(faults[0])
+
+
+def test_the_socket_is_not_passed_on_to_other_processes(control: ProcessControl) -> None:
+    actor = control.spawn(Worker, name="worker")
+    ask(control, actor, "echo", 1)
+    assert not socket.socket.get_inheritable(actor._record.sock)
