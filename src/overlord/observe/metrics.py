@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from overlord.loader.loader import Loader
-from overlord.loader.reader import SourceReader
 from overlord.observe.memory import pss_bytes
+from overlord.planner.planner import Planner
 from overlord.planner.spec import Mixed
-from overlord.runtime.host import Host
-from overlord.transforms.worker import TransformWorker
 
 
-def job_metrics(host: Host, names: Sequence[str]) -> dict[str, Any]:
+def job_metrics(planner: Planner, figures: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Steps, samples and tokens, what each source gave, the mix of the last steps, reports, memory."""
-    totals = host.planner.ledger
+    totals = planner.ledger
     return {
-        "planned_steps": host.planner.next_step,
+        "planned_steps": planner.next_step,
         "samples": int(totals.samples.sum()),
         "tokens": int(totals.tokens.sum()),
-        "sources": _by_source(host, names),
-        "mix": mix_by_step(host.planner.ledger.mixed, names),
-        "feedback": host.planner.feedback,
-        "memory": {**host.held_bytes(), "pss": pss_bytes()},
+        "sources": _by_source(planner, figures, names),
+        "mix": mix_by_step(totals.mixed, names),
+        "feedback": planner.feedback,
+        # Of all processes of the job: pages they share are counted once, in equal parts.
+        "memory": {**figures["memory"], "pss": pss_bytes() + sum(host["pss"] for host in figures["hosts"])},
     }
 
 
-def _by_source(host: Host, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    totals, dropped = host.planner.ledger, host.planner.dropped
+def _by_source(planner: Planner, figures: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    totals, dropped = planner.ledger, planner.dropped
     drawn = max(1, int(totals.samples.sum()))
-    weights = host.planner.weights or [0.0] * len(names)
+    weights = planner.weights or [0.0] * len(names)
     stats: dict[str, dict[str, Any]] = {
         name: {
             "wanted": w / (sum(weights) or 1.0), "realised": int(totals.samples[i]) / drawn, "samples": int(totals.samples[i]),
@@ -42,13 +40,22 @@ def _by_source(host: Host, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         }
         for i, (name, w) in enumerate(zip(names, weights, strict=True))
     }  # fmt: skip
-    for loader, reader, shelf in zip(host.loaders, host.readers, host.shelves, strict=True):
-        s = stats[reader.order.name]
-        s["read_s"] += reader.stats.read_s
-        s["transform_s"] += reader.stats.transform_s
-        s["ready"] += loader.ready
-        s["ready_bytes"] += shelf.nbytes
+    for row in figures["loaders"]:
+        s = stats[row["source"]]
+        for what in ("read_s", "transform_s", "ready", "ready_bytes"):
+            s[what] += row[what]
+        if row.get("store") is not None:
+            s["store"] = added_up([s.get("store", {}), row["store"]])
     return stats
+
+
+def added_up(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Counts by name, and counts by name below a name, over several."""
+    out: dict[str, Any] = {}
+    for some in counts:
+        for name, n in some.items():
+            out[name] = added_up([out.get(name, {}), n]) if isinstance(n, Mapping) else out.get(name, 0) + n
+    return out
 
 
 def mix_by_step(mixed: Iterable[Mixed], names: Sequence[str]) -> dict[str, Any]:
@@ -61,23 +68,28 @@ def mix_by_step(mixed: Iterable[Mixed], names: Sequence[str]) -> dict[str, Any]:
     return {"step": [m.step for m in steps], **columns}
 
 
-def actors(host: Host, ranks: Sequence[int]) -> list[dict[str, Any]]:
+def actors(figures: Mapping[str, Any], ranks: Sequence[int]) -> list[dict[str, Any]]:
     """Every part of the job, where it lives and what it does."""
-    roles = [("planner", "planner", "planning")]
-    roles += [(loader_name(c, r), "loader", c.doing) for c, r in zip(host.loaders, host.readers, strict=True)]
-    roles += [(f"constructor/{a.bucket}", "constructor", a.waiting() or "idle") for a in host.assemblers]
-    roles += [(f"client/{rank}", "client", "attached") for rank in ranks]
-    here = [{"name": n, "role": role, "pid": os.getpid(), "state": state} for n, role, state in roles]
-    return here + [
-        _worker(c, r, r.stages) for c, r in zip(host.loaders, host.readers, strict=True) if isinstance(r.stages, TransformWorker)
+    here = os.getpid()
+    found = [_actor("planner", "planner", here, "planning")]
+    found += [_actor(host["name"], "host", host["pid"], host["state"]) for host in figures["hosts"]]
+    found += [_actor(loader_name(row), "loader", row["pid"], row["doing"]) for row in figures["loaders"]]
+    found += [_actor(_constructor_name(row), "constructor", row["pid"], row["doing"]) for row in figures["constructors"]]
+    found += [_actor(f"client/{rank}", "client", here, "attached") for rank in ranks]
+    workers = [row for row in figures["loaders"] if row["worker"]]
+    return found + [
+        _actor(f"worker/{r['source']}/{r['loader']}", "worker", r["worker_pid"], "running" if r["worker_pid"] else "lost") for r in workers
     ]
 
 
-def _worker(loader: Loader, reader: SourceReader, worker: TransformWorker) -> dict[str, Any]:
-    """The process that runs a loader's transforms."""
-    pid = worker.pid
-    return {"name": f"worker/{reader.order.name}/{loader.number}", "role": "worker", "pid": pid, "state": "running" if pid else "lost"}
+def _actor(name: str, role: str, pid: int | None, state: str) -> dict[str, Any]:
+    return {"name": name, "role": role, "pid": pid, "state": state}
 
 
-def loader_name(loader: Loader, reader: SourceReader) -> str:
-    return f"loader/{reader.order.name}/{loader.number}"
+def _constructor_name(row: Mapping[str, Any]) -> str:
+    """Without constructors every rank has its own."""
+    return f"constructor/{row['bucket']}" + (f"/{row['rank']}" if "rank" in row else "")
+
+
+def loader_name(row: Mapping[str, Any]) -> str:
+    return f"loader/{row['source']}/{row['loader']}"

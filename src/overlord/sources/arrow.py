@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from overlord.sources import columns as cols
-from overlord.sources.base import NO_ROWS, BadFile, Chunks, File, RawSlice, ReadOptions, make_chunks, no_rows_chunk
+from overlord.sources.base import NO_ROWS, BadFile, Chunks, File, RawSlice, ReadOptions, Unreachable, make_chunks, no_rows_chunk
 from overlord.sources.files import BLOCK
 
 if TYPE_CHECKING:
@@ -100,16 +100,22 @@ def _open(files: Files, file: File, stack: ExitStack) -> Opened:
             mapped = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
         source: Any = pa.BufferReader(pa.py_buffer(mapped))
     else:
-        source = stack.enter_context(files.open(file.path))
+        source = stack.enter_context(files.open(file))
     head, tail = source.read_at(8, 0), source.read_at(8, max(0, file.size - 8))
     source.seek(0)
     try:
         if head[:6] == MAGIC and tail[2:] == MAGIC:
-            with suppress(*_BROKEN):
+            try:
                 return Opened(_named(pa.ipc.open_file(source, options=_OPTIONS)), mapped, False)
+            except Unreachable:
+                raise
+            except _BROKEN:
+                pass  # what a broken footer leads to may still be read in order
         source.seek(8 if head[:6] == MAGIC else 0)
         reader = pa.ipc.open_stream(source, options=_OPTIONS)
         return Opened(_named(reader), mapped, head[:6] == MAGIC or tail != END_MARK)
+    except Unreachable:
+        raise
     except _BROKEN as error:
         files.check_readable(file)
         raise BadFile(f"wanted Arrow IPC, found a file that begins with {head!r}: {_first_line(error)}", _REMEDY) from error
@@ -130,6 +136,8 @@ def _batches(opened: Opened, files: Files, file: File, options: ReadOptions) -> 
             batch.validate()  # sizes of buffers; what is in them is checked slice by slice
             rows += batch.num_rows
             yield batch if options.columns is None else batch.select(list(options.columns))
+    except Unreachable:
+        raise
     except _BROKEN as error:
         files.check_readable(file)  # raises if the disk is at fault
         yield f"the Arrow data is broken: {_first_line(error)}"

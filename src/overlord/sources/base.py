@@ -31,13 +31,25 @@ class BadFile(ValueError):
         return self.problem
 
 
+class Unreachable(OSError):
+    """Bytes that could not be had, or not as they were indexed. Says nothing about the data: never a reason for quarantine."""
+
+    def __init__(self, problem: str, remedy: str = "", kind: str = ""):
+        super().__init__(problem, remedy, kind)
+        self.problem, self.remedy, self.kind = problem, remedy, kind
+
+    def __str__(self) -> str:
+        return self.problem
+
+
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file of a source, as the listing saw it. A change of size or time makes cached index entries stale."""
+    """One file of a source, as the listing saw it. A change of size, time or version makes cached index entries stale."""
 
     path: str
     size: int
     mtime_ns: int
+    version: str = ""  # an object's entity tag; empty where there is none
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""One filesystem layer: listings and reads of local disks and object stores by the same code (pyarrow.fs).
+"""One way to files: listings and reads of disks (pyarrow.fs) and of object stores (``stores.py``) by the same code.
 
 Local files are read with plain reads into small buffers: a memory map of a 400 MB column counts as 400 MB of resident
 memory and a file cut short under a map kills the process. Arrow IPC is the exception (``arrow.py``): its record
@@ -11,28 +11,30 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overlord.errors import SourceError
-from overlord.sources.base import BadFile, File
+from overlord.sources.base import BadFile, File, Unreachable
+from overlord.sources.readahead import READ_AHEAD
+from overlord.sources.stores import Entry, Remote, Tally
+from overlord.sources.uris import KNOWN, OBJECT_STORES, SCHEME, scrub, uri_problems
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.fs as pafs
 
 BLOCK = 2**18  # bytes of one read; measured: 64 kB to 1 MB make no difference on a local disk
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
     """A way to files (one filesystem), or to an object that stands in for them. Pickles; one serves all threads."""
 
-    fs: pafs.FileSystem | None = None
+    fs: pafs.FileSystem | Remote | None = None
     local: bool = True
     held: Any = None  # a map-style dataset or a Factory
 
@@ -58,14 +60,28 @@ class Files:
         _refuse_twice(found, source, ways[0].local)
         return ways[0], tuple(found)
 
-    def open(self, path: str) -> pa.NativeFile:
-        """A file for random access. Reads release the interpreter lock."""
+    @property
+    def read_ahead(self) -> int:
+        """Bytes that an open file holds beside what its reader does."""
+        return READ_AHEAD if isinstance(self.fs, Remote) else 0
+
+    @property
+    def store_metrics(self) -> dict[str, Any] | None:
+        """What was asked of an object store this way: requests, bytes, retries, errors by kind."""
+        return self.fs.tally.metrics() if isinstance(self.fs, Remote) else None
+
+    def counted(self) -> Files:
+        """The same way with counts of its own."""
+        return replace(self, fs=replace(self.fs, tally=Tally())) if isinstance(self.fs, Remote) else self
+
+    def open(self, file: File, ranges: Sequence[tuple[int, int]] = ()) -> pa.NativeFile:
+        """A file for random access; a store is told the ``ranges`` that will be read. Reads release the interpreter lock."""
         assert self.fs is not None
-        return self.fs.open_input_file(path)
+        return self.fs.open(file, ranges) if isinstance(self.fs, Remote) else self.fs.open_input_file(file.path)
 
     def check_unchanged(self, file: File) -> None:
         """Rows are found by offsets of the index, so a file of another size must not be read by them."""
-        if self.fs is None:
+        if self.fs is None or isinstance(self.fs, Remote):  # every read of a store says which version it wants
             return
         info = self.fs.get_file_info(file.path)
         if not info.is_file:
@@ -82,7 +98,7 @@ class Files:
         self.check_unchanged(file)
         if self.fs is None:
             return
-        with self.open(file.path) as handle:
+        with self.open(file) as handle:
             handle.seek(start)
             left = (file.size if stop is None else min(stop, file.size)) - start
             while left > 0 and (block := handle.read_buffer(min(left, 2**22))).size:
@@ -90,29 +106,28 @@ class Files:
 
     def _expand(self, rest: str, name: str, source: str, suffixes: tuple[str, ...]) -> list[File]:
         assert self.fs is not None
-        is_uri = bool(_SCHEME.match(name))
+        is_uri = bool(SCHEME.match(name))
         try:
-            info = self.fs.get_file_info(rest)
-            if info.is_file:
-                return [_file(info)]
-            if info.type.name == "Directory":
-                return self._directory(rest, name, source, suffixes)
-            if info.type.name == "Unknown":
-                raise SourceError(source, "wanted a file or a directory, found a pipe, socket or device", name)
-            if not _is_glob(rest, is_uri):
+            if isinstance(self.fs, Remote) and _is_glob(rest, is_uri):  # a request less for every source
+                return self._glob(rest, name, source, is_uri)
+            found = self._look(rest)
+            if found is None and not _is_glob(rest, is_uri):
                 raise SourceError(source, "no such file or directory", name, self._nearby(rest, name, is_uri))
-            return self._glob(rest, name, source, is_uri)
+            if found is None:
+                return self._glob(rest, name, source, is_uri)
+            return [found.file] if found.file else self._directory(rest, name, source, suffixes)
+        except (BadFile, Unreachable) as error:
+            raise SourceError(source, error.problem, name, error.remedy) from error
         except (OSError, re.error) as error:
-            raise SourceError(source, f"cannot be listed: {error}", name) from error
+            raise SourceError(source, f"cannot be listed: {scrub(str(error))}", name) from error
 
     def _directory(self, path: str, name: str, source: str, suffixes: tuple[str, ...]) -> list[File]:
-        infos = self._list(path, recursive=True)
         depth = len(path.rstrip("/")) + 1
         # A plain .json beside data (dataset_info.json) describes it; name such files by a glob to read them as lines.
         suffixes = tuple(s for s in suffixes if s != ".json")
         found = [
-            _file(i) for i in infos
-            if i.is_file and i.path.endswith(suffixes or "") and not any(p[0] in "._" for p in i.path[depth:].split("/") if p)
+            e.file for e in self._list(path, recursive=True)
+            if e.file and e.path.endswith(suffixes or "") and not any(p[0] in "._" for p in e.path[depth:].split("/") if p)
         ]  # fmt: skip
         if not found:
             wanted = f" that ends in {', '.join(suffixes)}" if suffixes else ""
@@ -124,11 +139,11 @@ class Files:
         first = next(k for k, part in enumerate(parts) if _is_glob(part, is_uri))
         base = "/".join(parts[:first]) or "/"
         matches = re.compile(_glob_regex("/".join(parts[first:]), is_uri)).fullmatch
-        infos = self._list(base, recursive=first < len(parts) - 1)
+        files = [e.file for e in self._list(base, recursive=first < len(parts) - 1) if e.file]
         depth = len(base.rstrip("/")) + 1
-        found = [_file(i) for i in infos if i.is_file and matches(i.path[depth:])]
+        found = [f for f in files if f.path == pattern] or [f for f in files if matches(f.path[depth:])]
         if not found:
-            seen = sorted(i.path[depth:] for i in infos if i.is_file)
+            seen = sorted(f.path[depth:] for f in files)
             holds = f"{base} holds {len(seen)} files, for example {seen[0]}" if seen else f"{base} is empty or does not exist"
             raise SourceError(source, "the pattern matches no file", name, holds)
         return found
@@ -136,7 +151,7 @@ class Files:
     def _nearby(self, path: str, name: str, is_uri: bool) -> str:
         """What there is instead of a file that was not found: most often its name is misspelled, or the folder is another one."""
         folder, _, wanted = path.rstrip("/").rpartition("/")
-        seen = sorted(info.path.rpartition("/")[2] for info in self._list(folder or "/", recursive=False))
+        seen = sorted(e.path.rpartition("/")[2] for e in self._list(folder or "/", recursive=False))
         if not seen:
             holds = f"{folder} is empty or does not exist"
         elif close := difflib.get_close_matches(wanted, seen, n=1):
@@ -146,21 +161,40 @@ class Files:
         start = "" if is_uri or os.path.isabs(os.path.expanduser(name)) else "; relative paths start at the working directory"
         return holds + start
 
-    def _list(self, base: str, recursive: bool) -> list[Any]:
+    def _look(self, path: str) -> Entry | None:
+        assert self.fs is not None
+        if isinstance(self.fs, Remote):
+            return self.fs.look(path)
+        info = self.fs.get_file_info(path)
+        if info.type.name == "Unknown":
+            raise BadFile("wanted a file or a directory, found a pipe, socket or device")
+        return None if info.type.name == "NotFound" else _entry(info)
+
+    def _list(self, base: str, recursive: bool) -> list[Entry]:
         import pyarrow.fs as pafs
 
         assert self.fs is not None
-        return self.fs.get_file_info(pafs.FileSelector(base, allow_not_found=True, recursive=recursive))
+        if isinstance(self.fs, Remote):
+            return self.fs.list(base, recursive)
+        return [_entry(info) for info in self.fs.get_file_info(pafs.FileSelector(base, allow_not_found=True, recursive=recursive))]
 
 
 def _way_to(name: str, source: str) -> tuple[Files, str]:
-    if not _SCHEME.match(name):
+    if not SCHEME.match(name):
         return _local(), os.path.abspath(os.path.expanduser(name))
+    if problems := uri_problems(name):
+        raise SourceError(source, problems[0])
+    scheme = name.split("://", 1)[0].lower()
+    if scheme in OBJECT_STORES:
+        remote, path = Remote.of(name)
+        return Files(remote, False), path
+    known = f"known schemes: {', '.join(KNOWN)}"
+    if scheme not in KNOWN:
+        raise SourceError(source, f"unknown scheme {scheme!r}", name, known)
     try:
-        return _store(name)
+        return _filesystem(name)
     except (OSError, ValueError, ImportError, NotImplementedError) as error:
-        remedy = "known schemes: file, s3, gs, hdfs, as pyarrow.fs.FileSystem.from_uri reads them"
-        raise SourceError(source, f"not a usable URI: {error}", name, remedy) from error
+        raise SourceError(source, f"not a usable URI: {scrub(str(error))}", name, known) from error
 
 
 @lru_cache(maxsize=1)
@@ -170,7 +204,7 @@ def _local() -> Files:
     return Files(pafs.LocalFileSystem(), True)
 
 
-def _store(uri: str) -> tuple[Files, str]:
+def _filesystem(uri: str) -> tuple[Files, str]:
     """Filesystem of a URI, and the path in it, wildcards kept: only the part before them is a well-formed URI."""
     import pyarrow.fs as pafs
 
@@ -183,8 +217,8 @@ def _store(uri: str) -> tuple[Files, str]:
     return Files(fs, isinstance(fs, pafs.LocalFileSystem)), path
 
 
-def _file(info: Any) -> File:
-    return File(info.path, info.size, info.mtime_ns or 0)
+def _entry(info: Any) -> Entry:
+    return Entry(info.path, File(info.path, info.size, info.mtime_ns or 0) if info.is_file else None)
 
 
 def _is_glob(path: str, is_uri: bool) -> bool:

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from threading import Lock
+from typing import Any
 
 from overlord.errors import SourceError
 from overlord.sources import columns as cols
-from overlord.sources.base import BadFile, RawSlice, ReadOptions
+from overlord.sources.base import BadFile, RawSlice, ReadOptions, Unreachable
 from overlord.sources.formats import FORMATS
 from overlord.sources.index import Index
 from overlord.sources.lru import Lru
+from overlord.sources.uris import scrub
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class ChunkReader:
 
     def __init__(self, index: Index, options: ReadOptions, cache: HandleCache | None = None):
         self.index, self.options = index, options
-        self._files = index.access
+        self._files = index.access.counted()
         self._format = FORMATS[index.format]
         self._cache = cache or HANDLES
         self._id = next(_READERS)
@@ -95,8 +97,14 @@ class ChunkReader:
             handle.close()
         else:
             handle.next = t + 1
-            self._cache.put(key, handle, self._format.held_bytes(self.index.chunks, chunk, self.options))
+            held = self._format.held_bytes(self.index.chunks, chunk, self.options) + self._files.read_ahead
+            self._cache.put(key, handle, held)
         return found
+
+    @property
+    def store_metrics(self) -> dict[str, Any] | None:
+        """What this reader asked of an object store; None on a disk."""
+        return self._files.store_metrics
 
     def file_of(self, chunk: int) -> int:
         return int(self.index.chunks.file[chunk])
@@ -114,6 +122,8 @@ class ChunkReader:
 
     def _error(self, chunk: int, error: OSError | ValueError) -> SourceError:
         path = self.index.files[self.file_of(chunk)].path
-        if isinstance(error, BadFile):
+        if isinstance(error, (BadFile, Unreachable)):
             return SourceError(self.index.source, error.problem, path, error.remedy)
-        return SourceError(self.index.source, f"cannot be read: {error}", path, "check the disk or store; data is never skipped for it")
+        return SourceError(
+            self.index.source, f"cannot be read: {scrub(str(error))}", path, "check the disk or store; data is never skipped for it"
+        )

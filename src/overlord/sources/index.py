@@ -1,6 +1,6 @@
 """The index of a source: its files and chunks. Built once in parallel, kept on disk, the same on every machine.
 
-An entry of the cache is trusted for a file only while path, size and time of the file are what they were. A cache that
+An entry of the cache is trusted for a file only while path, size, time and version of the file are what they were. A cache that
 cannot be read or written costs time, never a job.
 """
 
@@ -21,10 +21,11 @@ import numpy as np
 
 from overlord.errors import SourceError
 from overlord.hashing import digest
-from overlord.sources.base import BadFile, Chunks, File, Format, ReadOptions, concat_chunks, make_chunks
+from overlord.sources.base import BadFile, Chunks, File, Format, ReadOptions, Unreachable, concat_chunks, make_chunks
 from overlord.sources.dataset import Factory, files_of, fingerprint_of
 from overlord.sources.files import Files
 from overlord.sources.formats import FORMATS, SUFFIXES, format_named, format_of
+from overlord.sources.uris import scrub
 
 Progress = Callable[[int, int], None]
 FILES_PER_TASK = 16
@@ -67,6 +68,7 @@ class _FileEntry(msgspec.Struct, array_like=True):
     path: str
     size: int
     mtime_ns: int
+    version: str
     chunks: bytes  # int64 [n, 5]: start, stop, unit, rows, nbytes
 
 
@@ -76,7 +78,7 @@ class _CacheEntry(msgspec.Struct):
     files: list[_FileEntry]
 
 
-_VERSION = 1
+_VERSION = 2
 _DECODER = msgspec.msgpack.Decoder(_CacheEntry)
 
 
@@ -174,9 +176,9 @@ def _from_cache(work: _Work) -> None:
         entry = _DECODER.decode(work.cache_file.read_bytes())
         if entry.version != _VERSION:
             return
-        known = {(e.path, e.size, e.mtime_ns): e for e in entry.files}
+        known = {(e.path, e.size, e.mtime_ns, e.version): e for e in entry.files}
         for file in work.files:
-            if found := known.get((file.path, file.size, file.mtime_ns)):
+            if found := known.get((file.path, file.size, file.mtime_ns, file.version)):
                 table = np.frombuffer(found.chunks, np.int64).reshape(-1, 5)
                 work.parts[file.path] = make_chunks(table)  # type: ignore[arg-type]
         if work.files[0].path in work.parts:
@@ -201,10 +203,10 @@ def _look_at(task: tuple[_Work, list[File]]) -> _Work:
             if file is work.files[0]:
                 work.schema = fmt.schema(access, file, options)
             work.stale = True
-        except BadFile as error:
+        except (BadFile, Unreachable) as error:
             work.problems.append((file.path, error.problem, error.remedy))
         except (OSError, ValueError) as error:  # Arrow's errors are among the latter
-            work.problems.append((file.path, f"cannot be read: {error}", "check that the file is there and may be read"))
+            work.problems.append((file.path, f"cannot be read: {scrub(str(error))}", "check that the file is there and may be read"))
     return work
 
 
@@ -223,22 +225,21 @@ def _finish(work: _Work) -> Index | SourceError:
 
 
 def _fingerprint(work: _Work, chunks: Chunks) -> str:
-    """Over names relative to the files' common directory, sizes and chunks: a copy elsewhere has the same one."""
+    """Over names relative to the files' common directory, sizes and chunks: a copy elsewhere, in a store or on disk, has the same one."""
     structure = (chunks.file, chunks.start, chunks.stop, chunks.unit)
     if work.access.held is not None:
         return digest(work.format.name, fingerprint_of(work.access.held), *structure)
-    paths = [f.path for f in work.files]
-    root = os.path.commonpath([os.path.dirname(p) for p in paths])
-    names = "\0".join(p[len(root) :].lstrip("/") for p in paths)
+    parts = [f.path.split("/") for f in work.files]
+    shared = [len(set(level)) == 1 for level in zip(*(p[:-1] for p in parts), strict=False)]  # not commonpath: a URI holds '//'
+    root = shared.index(False) if False in shared else len(shared)
+    names = "\0".join("/".join(p[root:]) for p in parts)
     return digest(work.format.name, names, np.array([f.size for f in work.files], np.int64), *structure)
 
 
 def _write_cache(path: Path, schema: dict[str, str] | None, files: Sequence[File], parts: Sequence[Chunks]) -> None:
     """Into a file of its own first: a reader never sees half an entry. Not being able to write is no reason to fail."""
-    entries = [
-        _FileEntry(f.path, f.size, f.mtime_ns, np.stack([c.start, c.stop, c.unit, c.rows, c.nbytes], axis=1).astype(np.int64).tobytes())
-        for f, c in zip(files, parts, strict=True)
-    ]
+    tables = [np.stack([c.start, c.stop, c.unit, c.rows, c.nbytes], axis=1).astype(np.int64) for c in parts]
+    entries = [_FileEntry(f.path, f.size, f.mtime_ns, f.version, t.tobytes()) for f, t in zip(files, tables, strict=True)]
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")

@@ -54,7 +54,7 @@ class Jsonl:
             rows = [Line(0, b"", NO_ROWS)] if not skip else []
             yield _slice(rows, options, True)
             return
-        with files.open(file.path) as handle:
+        with files.open(file) as handle:
             yield from _slices(_lines(handle, file, chunks, i, options), options, skip)
 
 

@@ -10,7 +10,7 @@ Two ways to read a row group, chosen by its size alone so that every machine rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from overlord.sources import columns as cols
-from overlord.sources.base import BadFile, Chunks, File, RawSlice, ReadOptions, make_chunks, no_rows_chunk
+from overlord.sources.base import BadFile, Chunks, File, RawSlice, ReadOptions, Unreachable, make_chunks, no_rows_chunk
 from overlord.sources.lru import Lru
+from overlord.sources.readahead import joined
 
 if TYPE_CHECKING:
     from overlord.sources.files import Files
@@ -33,7 +34,7 @@ _LIMITS = {"thrift_string_size_limit": 2**27, "thrift_container_size_limit": 2**
 _REMEDY = "the file is cut short or no Parquet file; write it again or leave it out"
 _BROKEN = (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError)
 
-_FOOTERS: Lru[tuple[str, int, int], Any] = Lru(max_items=1024, max_bytes=2**26)
+_FOOTERS: Lru[File, Any] = Lru(max_items=1024, max_bytes=2**26)
 
 
 class Parquet:
@@ -92,6 +93,8 @@ class Parquet:
                     reason = f"row group {int(chunks.unit[i])} is corrupt: wanted {want} rows here, found {found}"
                     break
                 table, bad = cols.sound(table, options.max_sample_bytes)
+            except Unreachable:
+                raise
             except _BROKEN as error:
                 files.check_readable(file, *_byte_range(footer, int(chunks.unit[i]), file))  # raises if the disk is at fault
                 reason = f"row group {int(chunks.unit[i])} is corrupt: {_first_line(error)}"
@@ -109,8 +112,10 @@ def _slices(files: Files, file: File, footer: Any, group: int, nbytes: int, opti
     step = options.slice_rows
     if nbytes <= SMALL_ROW_GROUP:
         try:
-            with _open(files, file, footer) as reader:
+            with _open(files, file, footer, joined(_byte_ranges(files, footer, group, options))) as reader:
                 whole = _select(reader.read_row_group(group, columns=_names(options), use_threads=False), options)
+        except Unreachable:
+            raise
         except _BROKEN:
             pass  # the other way may still give the rows before the broken page
         else:
@@ -120,7 +125,7 @@ def _slices(files: Files, file: File, footer: Any, group: int, nbytes: int, opti
                 for at in range(skip * step, whole.num_rows, step):
                     yield whole.slice(at, step)
             return
-    with _open(files, file, footer) as reader:
+    with _open(files, file, footer, _byte_ranges(files, footer, group, options)) as reader:
         batches = reader.iter_batches(batch_size=step, row_groups=[group], columns=_names(options), use_threads=False)
         for t, table in enumerate(_regroup(batches, step)):
             if t >= skip:
@@ -147,23 +152,24 @@ def _regroup(batches: Iterator[pa.RecordBatch], step: int) -> Iterator[pa.Table]
 
 
 @contextmanager
-def _open(files: Files, file: File, footer: Any) -> Iterator[pq.ParquetFile]:
-    with files.open(file.path) as handle:  # a ParquetFile does not close what it was handed
+def _open(files: Files, file: File, footer: Any, ranges: Sequence[tuple[int, int]]) -> Iterator[pq.ParquetFile]:
+    with files.open(file, ranges) as handle:  # a ParquetFile does not close what it was handed
         yield pq.ParquetFile(handle, metadata=footer, pre_buffer=False, buffer_size=READ_BUFFER, page_checksum_verification=True, **_LIMITS)
 
 
 def _footer(files: Files, file: File) -> Any:
     """The parsed footer, kept: a file of a thousand row groups is opened a thousand times."""
-    key = (file.path, file.size, file.mtime_ns)
-    if (footer := _FOOTERS.get(key)) is not None:
+    if (footer := _FOOTERS.get(file)) is not None:
         return footer
     if file.size < 12:
         raise BadFile(f"wanted a Parquet file, found {file.size} bytes", _REMEDY)
-    handle = files.open(file.path)
+    handle = files.open(file)
     try:
         with pq.ParquetFile(handle, pre_buffer=False, **_LIMITS) as reader:
             footer = reader.metadata
             [f.name for f in footer.schema.to_arrow_schema()]  # fails here and not later where names or types make no sense
+    except Unreachable:
+        raise
     except _BROKEN as error:
         handle.seek(file.size - 4)
         found = handle.read(4)
@@ -172,7 +178,7 @@ def _footer(files: Files, file: File) -> Any:
         raise BadFile(f"the footer cannot be read: {_first_line(error)}", _REMEDY) from error
     finally:
         handle.close()
-    _FOOTERS.put(key, footer, footer.serialized_size)
+    _FOOTERS.put(file, footer, footer.serialized_size)
     return footer
 
 
@@ -189,6 +195,16 @@ def _column_ids(footer: Any, options: ReadOptions) -> list[int] | None:
     wanted = set(options.columns)
     paths = [footer.schema.column(j).path for j in range(len(footer.schema))]
     return [j for j, path in enumerate(paths) if path in wanted or path.split(".")[0] in wanted]
+
+
+def _byte_ranges(files: Files, footer: Any, group: int, options: ReadOptions) -> list[tuple[int, int]]:
+    """Where the needed columns of a row group lie; a disk need not be told."""
+    if files.local:
+        return []
+    ids = _column_ids(footer, options)
+    found = [footer.row_group(group).column(j) for j in (range(footer.num_columns) if ids is None else ids)]
+    starts = [c.dictionary_page_offset or c.data_page_offset for c in found]
+    return [(a, a + c.total_compressed_size) for a, c in zip(starts, found, strict=True) if c.total_compressed_size > 0]
 
 
 def _byte_range(footer: Any, group: int, file: File) -> tuple[int, int]:

@@ -57,7 +57,7 @@ class WebDataset:
     def read(self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0) -> Iterator[RawSlice]:
         step, left = options.slice_rows, skip * options.slice_rows
         held: list[Group] = []
-        with files.open(file.path) as handle:
+        with files.open(file) as handle:
             for group in _groups(Cursor(handle, file.size), options, left):
                 if left:
                     left -= 1

@@ -1,0 +1,70 @@
+"""Names of files in stores: what a URI may hold, and how secrets are kept out of texts.
+
+Secrets come from the environment alone. A URI goes into job files, index caches, quarantine lists and errors, so one
+that carries a secret is refused before anything is made of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import parse_qsl
+
+SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_BUCKETS = ("s3", "s3a", "gs", "az")
+OBJECT_STORES = (*_BUCKETS, "abfs", "abfss")
+KNOWN = ("file", *OBJECT_STORES, "hdfs")
+OPTIONS = ("region", "anonymous")
+ENVIRONMENT = "credentials and endpoints come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...)"
+HIDDEN = "***"
+
+_SECRET = r"secret|token|passw|pwd|signature|credential|api_?key|access_?key|account_?key|private_?key"
+_SECRET_NAME = re.compile(rf"{_SECRET}|^sig$|^key$|^sas", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(rf"(?:^|_)(?:SAS|KEY)(?:_|$)|{_SECRET}", re.IGNORECASE)
+_NO_SECRETS = re.compile(r"_(?:FILE|PATH|URI|URL|DIR)$", re.IGNORECASE)
+_PATTERNS = (
+    (re.compile(r"(://)[^/@:\s]*:[^@\s]*@"), rf"\1{HIDDEN}@"),
+    (re.compile(rf"((?:[\w-]*(?:{_SECRET})[\w-]*|\bsig|\bkey)[\"']?\s*[=:]\s*[\"']?)[^\s&\"',;<>)}}]+", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (
+        re.compile(r"(<\w*(?:Token|Secret|AccessKeyId|Signature|StringToSign|CanonicalRequest)\w*>)[^<]*", re.IGNORECASE),
+        rf"\1{HIDDEN}",
+    ),
+    (re.compile(r"(authorization[\"']?\s*[=:]\s*)[^\n\r]+", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (re.compile(r"\b(bearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{HIDDEN}"),
+)
+
+
+def uri_problems(uri: str) -> list[str]:
+    """Why a URI cannot be used, without repeating a secret; a plain path has no problems here."""
+    if not SCHEME.match(uri):
+        return []
+    scheme, rest = uri.split("://", 1)
+    body, _, query = rest.partition("?")
+    user, at, host = body.partition("/")[0].rpartition("@")
+    port = host.partition(":")[2]
+    shown = scrub(uri)
+    # A secret may hold '/', so that what looks like a host is the user and half of a password: no port, and no bucket, looks so.
+    if (at and ":" in user) or (port and not port.isdigit()) or (scheme in _BUCKETS and (at or port)):
+        return [f"{shown} carries a user or a password; {ENVIRONMENT}"]
+    names = [name for name, _ in parse_qsl(query, keep_blank_values=True)]
+    if secret := [name for name in names if _SECRET_NAME.search(name)]:
+        return [f"{shown} carries a secret ({', '.join(secret)}); {ENVIRONMENT}"]
+    if scheme in OBJECT_STORES and (unknown := [name for name in names if name not in OPTIONS]):
+        return [f"unknown option {unknown[0]!r} in {shown}; known options: {', '.join(OPTIONS)}; {ENVIRONMENT}"]
+    return []
+
+
+def options_of(query: str) -> tuple[str, bool]:
+    """Region ("" if not given) and whether requests go out unsigned."""
+    given = dict(parse_qsl(query, keep_blank_values=True))
+    return given.get("region", ""), given.get("anonymous", "false").lower() in ("", "1", "true", "yes")
+
+
+def scrub(text: str) -> str:
+    """The text without passwords, signatures, tokens and whatever the environment keeps secret."""
+    for name, value in os.environ.items():
+        if len(value) >= 8 and _SECRET_VARIABLE.search(name) and not _NO_SECRETS.search(name):
+            text = text.replace(value, HIDDEN)
+    for pattern, instead in _PATTERNS:
+        text = pattern.sub(instead, text)
+    return text

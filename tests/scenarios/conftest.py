@@ -1,0 +1,69 @@
+"""A store for scenarios: the server, a proxy before it, and files in it. Started only for tests that ask for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import overlord as ov
+from tests.corpus import write_rows
+from tests.storejobs import BIG, FORMATS, ROWS, in_order
+from tests.stores import BUCKET, FOREIGN, PROXIES, CannotRun, Proxy, S3Server, s3_server
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    try:
+        with s3_server(tmp_path_factory.mktemp("s3")) as running:
+            yield running
+    except CannotRun as why:
+        pytest.skip(str(why))
+
+
+@pytest.fixture(scope="session")
+def the_proxy(server: S3Server) -> Iterator[Proxy]:
+    made = Proxy(server)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def proxy(server: S3Server, the_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
+    """An environment in which everything goes to the server by way of the proxy, with time-outs that tests can wait for."""
+    for name in [n for n in os.environ if n.startswith(FOREIGN) or n.lower() in PROXIES]:
+        monkeypatch.delenv(name)
+    for name, value in server.environment(the_proxy.url).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "20")
+    monkeypatch.setenv("OVERLORD_STORE_TIMEOUT_S", "0.5")
+    the_proxy.reset()
+    return the_proxy
+
+
+@pytest.fixture(scope="session")
+def corpus(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same files on disk and, under the same names, in the bucket."""
+    root = tmp_path_factory.mktemp("corpus")
+    for format in FORMATS:
+        write_rows(root / format, format, ROWS, row_group_size=16, batch_rows=20)
+    server.upload(root, "corpus")
+    return root
+
+
+@pytest.fixture(scope="session")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two files of some megabytes in every format: what happens to the second one happens in mid-run."""
+    root = tmp_path_factory.mktemp("large")
+    for format in FORMATS:
+        write_rows(root / format, format, BIG, row_group_size=100, batch_rows=100)
+    return root
+
+
+@pytest.fixture
+def far(server: S3Server, large: Path, request: pytest.FixtureRequest) -> ov.Job:
+    """A job that reads the large files one after the other, uploaded afresh."""
+    server.upload(large / request.param, f"far/{request.param}")
+    return in_order(f"s3://{BUCKET}/far/{request.param}", request.param)
