@@ -88,12 +88,12 @@ def make_corpus(root: Path, n_sources: int, seed: int, on_progress: Callable[[st
     return open_corpus(folder, n_sources)
 
 
-def open_corpus(folder: Path, n_sources: int) -> Corpus:
+def open_corpus(folder: Path, n_sources: int, *, equal: bool = False) -> Corpus:
     sources = []
     for number in range(n_sources):
         done = json.loads((folder / name_of(number) / "done.json").read_text())
         files = tuple(str(folder / name_of(number) / name) for name in done["files"])
-        sources.append(SourceFiles(name_of(number), files, weight_of(number), done["rows"], done["words"]))
+        sources.append(SourceFiles(name_of(number), files, 1.0 if equal else weight_of(number), done["rows"], done["words"]))
     return Corpus(folder, tuple(sources))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import overlord as ov
 from corpus import Corpus
-from peers.kernel import Work
+from peers.work import Work
 
 FILL = 0.85  # share of the context that next-fit reaches on this data: equal microbatches, equal tokens in each
 MEAN_TOKENS = {"null": 424.0, "tokenized": 593.0}  # of a sample of this data after the cut at 8192
@@ -26,7 +26,7 @@ def prepare(work: Work) -> None:
 def make_job(corpus: Corpus, work: Work) -> ov.Job:
     transform: Any = ov.Tokens("tokens") if work.job == "null" else ov.Tokenize(str(corpus.tokenizer), text="text")
     sources = [
-        ov.Source(s.name, s.glob, transforms=[transform], weight=s.weight, shuffle=work.peer == "overlord-shuffled") for s in corpus.sources
+        ov.Source(s.name, s.glob, transforms=[transform], weight=s.weight, shuffle=work.peer.endswith("shuffled")) for s in corpus.sources
     ]
     return ov.Job(
         name=f"throughput-{work.job}-{work.n_sources}",

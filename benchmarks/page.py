@@ -81,6 +81,11 @@ def machine() -> str:
     )
 
 
+def wide_console() -> Console:
+    """As wide as the terminal; where there is none, as wide as the widest table."""
+    return Console(width=None if sys.stdout.isatty() else 230)
+
+
 def progress(console: Console) -> Progress:
     return Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),

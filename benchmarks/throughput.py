@@ -3,6 +3,8 @@
     python benchmarks/throughput.py                                     # everything, about an hour
     python benchmarks/throughput.py --sources 5 --pairs 1 --quick       # a first look, about two minutes
 
+All peers do the job for the same number of ranks, 8 unless said otherwise, with the same tokens per rank and step. The bare loop
+packs for nobody in particular, so its cost per token is that of the job for any number of ranks; its first step is that of 8.
 How it is measured, and what the columns mean: benchmarks/README.md.
 """
 
@@ -23,24 +25,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # corpus and peers, al
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from corpus import Corpus, default_folder, make_corpus
-from page import Numbers
+from corpus import Corpus, default_folder
+from page import Numbers, progress, wide_console
 from peers.cell import MODULES
-from peers.kernel import Work
+from peers.data import corpora
 from peers.measure import wait_for_idle
-from peers.runner import CellFailed, Figures, run_cell
+from peers.runner import SERVED, CellFailed, Figures, run_cell
+from peers.work import Work
 
 TOKENS = {"null": 200_000_000, "tokenized": 8_000_000}  # 5 to 20 seconds a cell on two cores
 TOKENS_PER_SOURCE = {"null": 700_000, "tokenized": 80_000}  # at least, so that most sources are read on and not just opened
 UNSTEADY = 0.9  # times the bare loop's CPU: with less than this, and more over the whole run, the work was done earlier
 QUICK = 10  # times fewer tokens
+RANKS = 8
 UNSTEADY_NOTE = "* not steady: this part of the run lived on what was read ahead before it; use the whole run, or more tokens"
 HEADINGS = (
     "job", "sources", "loader", "CPU s/Mtok", "x bare", "above bare, us/tok", "whole x bare", "start-up CPU s",
-    "first step s", "Mtok/s", "PSS MB", "over idle MB", "processes", "Mtok a run", "others, cores",
+    "first step s", "Mtok/s", "PSS MB (clients)", "over idle MB", "processes", "Mtok a run", "others, cores",
 )  # fmt: skip
 
 
@@ -114,28 +117,30 @@ def order_of_cells(peers: Sequence[str], pairs: int) -> list[str]:
 
 
 def measure(
-    corpora: dict[int, Corpus],
+    found: dict[int, Corpus],
     jobs: Sequence[str],
     cells: Sequence[str],
     amount: Amount,
+    ranks: int,
     seed: int,
     limit_s: float,
     idle_s: float,
     console: Console,
 ) -> list[Setting]:
     """All cells, one at a time: two at once would disturb each other."""
-    settings = [Setting(job, n, []) for job in jobs for n in corpora]
-    with _progress(console) as progress:
-        bar = progress.add_task("", total=len(settings) * len(cells))
+    settings = [Setting(job, n, []) for job in jobs for n in found]
+    with progress(console) as shown:
+        bar = shown.add_task("", total=len(settings) * len(cells))
         for setting in settings:
             for peer in cells:
-                progress.update(bar, description=f"{setting.job}, {setting.n_sources} sources: {peer}")
+                shown.update(bar, description=f"{setting.job}, {setting.n_sources} sources: {peer}")
                 tokens = amount.tokens(setting.job, setting.n_sources, peer)
-                work = Work(peer, setting.job, str(corpora[setting.n_sources].folder), setting.n_sources, tokens, seed=seed)
+                folder = str(found[setting.n_sources].folder)
+                work = Work(peer, setting.job, folder, setting.n_sources, tokens, ranks=ranks, seed=seed)
                 wait_for_idle(idle_s)
                 setting.runs.append(run_cell(work, limit_s))
-                progress.advance(bar)
-            progress.console.print(_table(setting, list(dict.fromkeys(cells))))
+                shown.advance(bar)
+            shown.console.print(_table(setting, list(dict.fromkeys(cells))))
     return settings
 
 
@@ -153,13 +158,9 @@ def rows_of(setting: Setting, peers: Sequence[str]) -> list[list[str]]:
             row += ["1", "0"]
         row += [_spread([p.whole_ratio for p in paired], ".2f") if paired else "1"]
         row += [_median(runs, "startup_cpu_s", ".2f"), _median(runs, "first_step_s", ".2f")]
-        row += [_median(runs, "speed", ".2f"), _median(runs, "pss_mb", ".0f")]
-        row += [
-            f"{statistics.median(run.pss_mb - run.idle_pss_mb for run in runs):.0f}",
-            str(runs[0].processes),
-            _median(runs, "millions", ".0f"),
-            _median(runs, "others_cores", ".2f"),
-        ]
+        of_it = f" ({_median(runs, 'clients_pss_mb', '.0f')})" if peer in SERVED else ""
+        row += [_median(runs, "speed", ".2f"), _median(runs, "pss_mb", ".0f") + of_it, _median(runs, "over_idle_mb", ".0f")]
+        row += [str(runs[0].processes), _median(runs, "millions", ".0f"), _median(runs, "others_cores", ".2f")]
         rows.append(row)
     return rows
 
@@ -188,7 +189,7 @@ def _table(setting: Setting, peers: Sequence[str]) -> Table:
 def markdown(settings: Sequence[Setting], peers: Sequence[str], pairs: int, today: str) -> str:
     """The dated table for benchmarks/results."""
     lines = [f"# Throughput, {today}", "", machine(), ""]
-    lines += [f"{pairs} run(s) of each peer, each between two bare runs."]
+    lines += [f"{settings[0].runs[0].ranks} ranks. {pairs} run(s) of each peer, each between two bare runs."]
     lines += ["Medians; in brackets lowest and highest. How to read it: `benchmarks/README.md`.", ""]
     lines += ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
     lines += ["| " + " | ".join(row) + " |" for setting in settings for row in rows_of(setting, peers)]
@@ -213,13 +214,6 @@ def _installed(name: str) -> bool:
         return bool(metadata.version(name))
     except metadata.PackageNotFoundError:
         return False
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-        console=console,
-    )  # fmt: skip
 
 
 def _words(known: Sequence[str]) -> click.ParamType:
@@ -257,11 +251,12 @@ class TokenCounts(click.ParamType):
 @click.option("--jobs", type=_words(tuple(TOKENS)), default="null,tokenized", show_default=True)
 @click.option(
     "--peers",
-    type=_words(tuple(MODULES)),
-    default="bare,overlord,overlord-one,overlord-shuffled,nodes,torch",
+    type=_words((*MODULES, *SERVED)),
+    default="bare,overlord,overlord-one,overlord-shuffled,overlord-process,overlord-process-shuffled,nodes,torch",
     show_default=True,
     help="Also torch-numpy.",
 )
+@click.option("--ranks", type=click.IntRange(1), default=RANKS, show_default=True, help="Data-parallel ranks of the job, for every peer.")
 @click.option("--pairs", type=click.IntRange(1), default=5, show_default=True, help="Runs of each peer, each between two bare runs.")
 @click.option("--tokens", type=TokenCounts(), default=dict, help="Tokens a cell delivers, by job.  [default: by the number of sources]")
 @click.option(
@@ -282,17 +277,16 @@ class TokenCounts(click.ParamType):
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Writes every run's figures there.")
 @click.option("--save", is_flag=True, help="Writes the table, dated, to benchmarks/results.")
 def main(
-    sources: list[int], jobs: list[str], peers: list[str], pairs: int, tokens: dict[str, int], overlord_times: int, quick: bool,
-    data: Path, seed: int, limit_s: float, idle_s: float, json_path: Path | None, save: bool,
+    sources: list[int], jobs: list[str], peers: list[str], ranks: int, pairs: int, tokens: dict[str, int], overlord_times: int,
+    quick: bool, data: Path, seed: int, limit_s: float, idle_s: float, json_path: Path | None, save: bool,
 ) -> None:  # fmt: skip
-    console = Console()
+    console = wide_console()
     amount = Amount(tokens, QUICK if quick else 1, overlord_times)
     peers = ["bare", *(peer for peer in dict.fromkeys(peers) if peer != "bare")]
-    with _progress(console) as progress:
-        bars = {name: progress.add_task(f"data: {name}", total=None) for name in ("sources", "tokenizer")}
-        corpora = {n: make_corpus(data, n, seed, lambda name, at, of: progress.update(bars[name], completed=at, total=of)) for n in sources}
     try:
-        settings = measure(corpora, jobs, order_of_cells(peers, pairs), amount, seed, limit_s, idle_s, console)
+        settings = measure(
+            corpora(console, data, sources, seed), jobs, order_of_cells(peers, pairs), amount, ranks, seed, limit_s, idle_s, console
+        )
     except CellFailed as failure:
         raise click.ClickException(str(failure)) from failure
     today = datetime.date.today().isoformat()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from corpus import Corpus
-from peers.kernel import Microbatch, Work, mixed_microbatches
+from peers.kernel import Microbatch, mixed_microbatches
+from peers.work import Work
 
 
 def prepare(work: Work) -> None:

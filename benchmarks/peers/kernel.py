@@ -5,67 +5,42 @@ so what differs between their cells is the framework around them and nothing els
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 
 from corpus import FILES, GROUPS_PER_FILE, Corpus, SourceFiles
+from peers.contract import NO_LABEL
+from peers.work import Work
 
 READ_ROWS = 64  # rows a source's iterator decodes at a time
 CHUNK_ROWS = 64  # rows of the mixed stream that are encoded together
-NO_LABEL = -100
 
 Microbatch = dict[str, np.ndarray]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What one cell has to do; travels to its processes as JSON."""
-
-    peer: str
-    job: str  # "null" or "tokenized"
-    folder: str
-    n_sources: int
-    tokens: int  # real tokens of the whole cell
-    context: int = 8192
-    ranks: int = 4
-    microbatches: int = 16  # of a rank in a step
-    seed: int = 1
-    rank: int = 0  # of this process, for peers with a process per rank
-    processes: int = 1  # that share the cell
-
-    @property
-    def column(self) -> str:
-        return "tokens" if self.job == "null" else "text"
-
-    @property
-    def step(self) -> int:
-        """Microbatches of one step that this process sees."""
-        return self.ranks * self.microbatches // self.processes
 
 
 class SourceRows:
     """The rows of one source, epoch after epoch, in file order. Opened when first asked.
 
     Of the source's row groups it reads every n-th, counted over all files, so that n readers share an epoch without overlap
-    and none decodes a row it will not use.
+    and none decodes a row it will not use. Readers beyond the number of row groups read them all, and begin at one of them: to
+    share groups, each would have to decode rows of the others.
     """
 
     def __init__(self, source: SourceFiles, column: str, reader: int, readers: int):
-        groups = [(file, group) for file in range(FILES) for group in range(GROUPS_PER_FILE)][reader::readers]
-        assert groups, f"{source.name}: more readers than row groups, reader {reader} of {readers} has nothing to read"
-        self.source, self.column, self.groups = source, column, groups
+        groups = [(file, group) for file in range(FILES) for group in range(GROUPS_PER_FILE)]
+        first = reader % len(groups)
+        mine = groups[reader::readers] if readers <= len(groups) else groups[first:] + groups[:first]
+        self.source, self.column = source, column
+        self.parts = [(file, [group for _, group in part]) for file, part in groupby(mine, key=lambda at: at[0])]
 
     def epoch(self) -> Iterator[list[Any]]:
         """Rows of one pass, up to READ_ROWS at a time: strings, or views of ids."""
-        for f in range(FILES):
-            if not (mine := [group for file, group in self.groups if file == f]):
-                continue
+        for f, groups in self.parts:
             with pq.ParquetFile(self.source.files[f]) as file:
-                for batch in file.iter_batches(READ_ROWS, row_groups=mine, columns=[self.column], use_threads=False):
+                for batch in file.iter_batches(READ_ROWS, row_groups=groups, columns=[self.column], use_threads=False):
                     yield rows_of(batch.column(0))
 
     def __iter__(self) -> Iterator[Any]:

@@ -15,7 +15,8 @@ with warnings.catch_warnings():
     from torchdata.nodes import BaseNode, Batcher, IterableWrapper, Loader, Mapper, MultiNodeWeightedSampler, Prefetcher, StopCriteria
 
 from corpus import Corpus
-from peers.kernel import CHUNK_ROWS, Encoder, Microbatch, Packer, SourceRows, Work
+from peers.kernel import CHUNK_ROWS, Encoder, Microbatch, Packer, SourceRows
+from peers.work import Work
 
 SNAPSHOT_EVERY = 256  # microbatches; the default of 1 asks all sources for their state at every one, and costs far more
 

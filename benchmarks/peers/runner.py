@@ -11,16 +11,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peers.kernel import Work
-from peers.measure import busy_seconds, pss_bytes
+from peers.measure import busy_seconds, descendants, pss_bytes
+from peers.work import Work
 
 HERE = Path(__file__).resolve().parents[1]
 PROCESS_PER_RANK = ("nodes", "torch", "torch-numpy")  # as torchrun starts them; the others serve all ranks from one process
+SERVED = ("overlord-process", "overlord-process-shuffled")  # a process per rank too, that only receives; another one serves them
 SAMPLE_S = 0.25  # between two looks at memory; each look costs the cell a short lock on its address space
 LAST = "end"
 
@@ -36,7 +37,8 @@ class Figures:
     peer: str
     job: str
     n_sources: int
-    processes: int
+    ranks: int
+    processes: int  # that lived at the end, all counted
     tokens: int  # delivered in all
     steady_tokens: int  # of these, in the steady part
     steady_cpu_s: float
@@ -47,6 +49,8 @@ class Figures:
     wall_s: float
     pss_mb: float  # highest seen
     idle_pss_mb: float  # after imports, before anything was opened
+    clients_pss_mb: float  # highest seen over the ranks alone, where they only receive
+    clients_idle_mb: float
     bytes_per_token: float
     tokens_per_microbatch: float
     others_cores: float  # what everyone else on the machine used meanwhile, this program among them
@@ -69,52 +73,85 @@ class Figures:
         """Million tokens per second of wall time, steady."""
         return self.steady_tokens / self.steady_wall_s / 1e6
 
+    @property
+    def over_idle_mb(self) -> float:
+        return self.pss_mb - self.idle_pss_mb
+
 
 def run_cell(work: Work, timeout_s: float) -> Figures:
     """Starts the cell's processes, lets them go together, samples memory until the last has finished, kills them."""
-    processes = work.ranks if work.peer in PROCESS_PER_RANK else 1
+    processes = work.ranks if work.peer in (*PROCESS_PER_RANK, *SERVED) else 1
     works = [replace(work, rank=rank, processes=processes) for rank in range(processes)]
     # An empty cache each time: Overlord keeps its index of the files there, and no peer has one to start from.
     with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryDirectory() as cache:
-        children = [_start(w, errors, cache) for w in works]
+        children: list[subprocess.Popen] = []
         try:
-            return _observe(work, children, errors, time.monotonic() + timeout_s)
+            if work.peer in SERVED:
+                children.append(_start("peers.server", work, errors, cache))
+                works = [replace(w, server=children[0].pid) for w in works]
+            module = "peers.connected" if work.peer in SERVED else "peers.cell"
+            for w in works:
+                children.append(_start(module, w, errors, cache))
+            return _Cell(work, children, errors, time.monotonic() + timeout_s).observe()
         finally:
             for child in children:
                 _kill_group(child)
 
 
-def _start(work: Work, errors: Any, cache: str) -> subprocess.Popen:
+def _start(module: str, work: Work, errors: Any, cache: str) -> subprocess.Popen:
     # One thread each in libraries that would otherwise start one per core: what is counted is work, not idle spinning.
     single = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     paths = os.pathsep.join([str(HERE), str(HERE.parent / "src")])
     environment = {**os.environ, **single, "PYTHONPATH": paths, "OVERLORD_CACHE": cache}
-    command = [sys.executable, "-m", "peers.cell", json.dumps(asdict(work))]
+    command = [sys.executable, "-m", module, json.dumps(asdict(work))]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, cwd=HERE, start_new_session=True
     )
 
 
-def _observe(work: Work, children: list[subprocess.Popen], errors: Any, deadline: float) -> Figures:
-    pids = [child.pid for child in children]
-    lines = _Lines(work, children, errors, deadline)
-    lines.wait_for(lambda said: all(any("ready" in line for line in s) for s in said))
-    idle = pss_bytes(pids)
-    go, busy = time.monotonic(), busy_seconds()
-    for child in children:
-        child.stdin.write(b"go\n")
-        child.stdin.flush()
-    peak = idle
+class _Cell:
+    """The processes of a cell while it runs. Where there is a server it is the first of them, the ranks stand behind it."""
 
-    def finished(said: list[list[dict]]) -> bool:
-        nonlocal peak
-        peak = max(peak, pss_bytes(pids))
-        return all(any(line.get("at") == LAST for line in s) for s in said)
+    def __init__(self, work: Work, children: list[subprocess.Popen], errors: Any, deadline: float):
+        self.work, self.served = work, work.peer in SERVED
+        self.children, self.ranks = children, children[self.served :]
+        self.lines = _Lines(work, children, errors, deadline)
+        self.peak = self.clients_peak = 0
 
-    lines.wait_for(finished)
-    busy = busy_seconds() - busy
-    marks = [{line["at"]: line for line in said if "at" in line} for said in lines.said]
-    return _figures(work, marks, go, peak, idle, busy)
+    def observe(self) -> Figures:
+        self.lines.wait_for(lambda said: all(any("ready" in line for line in s) for s in said))
+        self.look()
+        idle, clients_idle = self.peak, self.clients_peak
+        if self.served:  # their clock starts first, so that they have seen what the server used before its own
+            self.tell(self.ranks, "go")
+            self.wait_for_marks("start")
+        go, busy = time.monotonic(), busy_seconds()
+        self.tell(self.children[:1] if self.served else self.ranks, "go")
+        if self.served:
+            self.lines.wait_for(lambda said: any("serving" in line for line in said[0]), self.look)
+            self.tell(self.ranks, json.dumps(next(line["serving"] for line in self.lines.said[0] if "serving" in line)))
+        self.wait_for_marks(LAST)
+        busy = busy_seconds() - busy
+        n = sum(len(descendants(child.pid)) for child in self.children)
+        memory = {"pss": self.peak, "idle_pss": idle, "clients_pss": self.clients_peak, "clients_idle": clients_idle}
+        return _figures(self.work, self.marks(), go, n, busy, {f"{name}_mb": nbytes / 2**20 for name, nbytes in memory.items()})
+
+    def marks(self) -> list[dict[str, Any]]:
+        return [{line["at"]: line for line in said if "at" in line} for said in self.lines.said[self.served :]]
+
+    def wait_for_marks(self, name: str) -> None:
+        self.lines.wait_for(lambda _: all(name in marks for marks in self.marks()), self.look)
+
+    def look(self) -> None:
+        """At memory."""
+        clients = pss_bytes(child.pid for child in self.ranks)
+        self.peak = max(self.peak, clients + (pss_bytes([self.children[0].pid]) if self.served else 0))
+        self.clients_peak = max(self.clients_peak, clients if self.served else 0)
+
+    def tell(self, children: list[subprocess.Popen], line: str) -> None:
+        for child in children:
+            child.stdin.write(line.encode() + b"\n")
+            child.stdin.flush()
 
 
 class _Lines:
@@ -128,22 +165,19 @@ class _Lines:
         for i, child in enumerate(children):
             self.selector.register(child.stdout, selectors.EVENT_READ, i)
 
-    def wait_for(self, done: Any) -> None:
-        """Reads until ``done(said)``, which is asked at least every SAMPLE_S."""
+    def wait_for(self, done: Callable[[list[list[dict]]], bool], look: Callable[[], None] = lambda: None) -> None:
+        """Reads until ``done(said)``; meanwhile ``look()`` every SAMPLE_S, and at the end."""
         next_look = 0.0
-        while True:
+        while not done(self.said):
             now = time.monotonic()
-            if now >= next_look or self.all_have_ended():
-                if done(self.said):
-                    return
+            if now >= next_look:
+                look()
                 next_look = time.monotonic() + SAMPLE_S
             if now > self.deadline:
                 self.fail("ran past its time limit")
             for key, _ in self.selector.select(timeout=max(0.0, next_look - now)):
                 self.read(key.data, key.fileobj)
-
-    def all_have_ended(self) -> bool:
-        return all(s and s[-1].get("at") == LAST for s in self.said)
+        look()
 
     def read(self, i: int, stream: Any) -> None:
         data = os.read(stream.fileno(), 65536)
@@ -158,7 +192,7 @@ class _Lines:
         raise CellFailed(f"{w.peer}, {w.job}, {w.n_sources} sources: {what}\n{self.errors.read()[-3000:]}")
 
 
-def _figures(work: Work, marks: list[Mapping[str, Any]], go: float, peak: int, idle: int, busy: float) -> Figures:
+def _figures(work: Work, marks: list[dict[str, Any]], go: float, processes: int, busy: float, memory: Mapping[str, float]) -> Figures:
     def total(key: str, since: str, until: str) -> float:
         return sum(m[until][key] - m[since][key] for m in marks)
 
@@ -168,7 +202,8 @@ def _figures(work: Work, marks: list[Mapping[str, Any]], go: float, peak: int, i
         peer=work.peer,
         job=work.job,
         n_sources=work.n_sources,
-        processes=len(marks),
+        ranks=work.ranks,
+        processes=processes,
         tokens=int(tokens),
         steady_tokens=int(total("tokens", "warm", LAST)),
         steady_cpu_s=total("cpu", "warm", LAST),
@@ -177,8 +212,7 @@ def _figures(work: Work, marks: list[Mapping[str, Any]], go: float, peak: int, i
         first_step_s=max(m["first"]["wall"] for m in marks) - go,
         cpu_s=cpu,
         wall_s=wall,
-        pss_mb=peak / 2**20,
-        idle_pss_mb=idle / 2**20,
+        **memory,
         bytes_per_token=total("nbytes", "start", LAST) / tokens,
         tokens_per_microbatch=tokens / total("microbatches", "start", LAST),
         others_cores=max(0.0, busy - cpu) / wall,

@@ -1,5 +1,5 @@
-"""torch's DataLoader as it is used in training: every rank is a process with a DataLoader and a worker of its own, and each
-worker opens all sources, mixes, encodes and packs.
+"""torch's DataLoader as it is used in training: every rank is a process with a DataLoader and a worker (or more) of its own, and
+each worker opens all sources, mixes, encodes and packs.
 
 ``torch`` hands out tensors the default way (each in its own piece of shared memory); ``torch-numpy`` passes numpy arrays through
 the pipe instead, which is cheaper for arrays of this size and rarely seen.
@@ -8,23 +8,27 @@ the pipe instead, which is cheaper for arrays of this size and rarely seen.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from corpus import Corpus
-from peers.kernel import Microbatch, Work, mixed_microbatches
+from peers.kernel import Microbatch, mixed_microbatches
+from peers.work import Work
 
 
 class Packed(IterableDataset):
-    """All sources, mixed and packed, for one rank."""
+    """All sources, mixed and packed, for one worker of one rank."""
 
     def __init__(self, corpus: Corpus, work: Work):
         self.corpus, self.work = corpus, work
 
     def __iter__(self) -> Iterator[Microbatch]:
-        return mixed_microbatches(self.corpus, self.work)
+        worker, of = get_worker_info().id, self.work.workers
+        reader = replace(self.work, rank=self.work.rank * of + worker, processes=self.work.processes * of)
+        return mixed_microbatches(self.corpus, reader)
 
 
 def prepare(work: Work) -> None:
@@ -34,8 +38,8 @@ def prepare(work: Work) -> None:
 def microbatches(corpus: Corpus, work: Work) -> Iterator[Any]:
     options: dict[str, Any] = {"collate_fn": as_they_are} if work.peer == "torch-numpy" else {}
     # A step of microbatches ahead; batch_size=None since the dataset yields whole microbatches.
-    loader = DataLoader(Packed(corpus, work), batch_size=None, num_workers=1, prefetch_factor=work.microbatches, **options)
-    return iter(loader)
+    ahead = max(1, work.microbatches // work.workers)
+    return iter(DataLoader(Packed(corpus, work), batch_size=None, num_workers=work.workers, prefetch_factor=ahead, **options))
 
 
 def as_they_are(microbatch: Microbatch) -> Microbatch:

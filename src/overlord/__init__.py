@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _ERRORS = (
     "OverlordError", "JobError", "SourceError", "TransformError", "PlanError", "StateMismatch", "DataStall", "ActorLost", "JournalError",
+    "FrameError", "LinkRefused",
 )  # fmt: skip
 _HOME = {
     "Job": "overlord.job", "Source": "overlord.job", "Batch": "overlord.job",
@@ -31,14 +32,13 @@ _HOME = {
     "register_function": "overlord.jobfile",
     "Factory": "overlord.sources.dataset",
     "launch": "overlord.runtime.launch", "Session": "overlord.runtime.session",
+    "connect": "overlord.client.connect", "join": "overlord.runtime.join",
     "Client": "overlord.client.client", "Step": "overlord.client.step", "Microbatch": "overlord.client.step",
     "simulate": "overlord.simulation.engine",
     "Explanation": "overlord.observe.explain",
     **dict.fromkeys(_ERRORS, "overlord.errors"),
 }  # fmt: skip
 _MODULES = {"cost": "overlord.planner.cost", "schedule": "overlord.planner.schedule", "strategy": "overlord.planner.strategy"}
-
-_LATER = {"join": "launch the job in every process that iterates it", "connect": "a session's clients live in its own process"}
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 
@@ -48,8 +48,6 @@ def __getattr__(name: str) -> Any:
         value: Any = import_module(_MODULES[name])
     elif name in _HOME:
         value = getattr(import_module(_HOME[name]), name)
-    elif name in _LATER:
-        raise AttributeError(f"overlord.{name} is not available in this version; {_LATER[name]}")
     else:
         raise AttributeError(f"module 'overlord' has no attribute {name!r}")
     globals()[name] = value
@@ -62,12 +60,15 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from overlord.client.client import Client as Client
+    from overlord.client.connect import connect as connect
     from overlord.client.step import Microbatch as Microbatch
     from overlord.client.step import Step as Step
     from overlord.errors import ActorLost as ActorLost
     from overlord.errors import DataStall as DataStall
+    from overlord.errors import FrameError as FrameError
     from overlord.errors import JobError as JobError
     from overlord.errors import JournalError as JournalError
+    from overlord.errors import LinkRefused as LinkRefused
     from overlord.errors import OverlordError as OverlordError
     from overlord.errors import PlanError as PlanError
     from overlord.errors import SourceError as SourceError
@@ -95,6 +96,7 @@ if TYPE_CHECKING:
     from overlord.planner.routes import Route as Route
     from overlord.planner.routes import Routes as Routes
     from overlord.planner.schedule import register_schedule as register_schedule
+    from overlord.runtime.join import join as join
     from overlord.runtime.launch import launch as launch
     from overlord.runtime.session import Session as Session
     from overlord.sample import Buffer as Buffer

@@ -97,6 +97,44 @@ def run(
 
 @cli.command()
 @job_file
+@click.option("--host", default="127.0.0.1", show_default=True, help="The interface to serve at; by default only this machine reaches it.")
+@click.option("--port", type=click.IntRange(min=0, max=65535), default=0, show_default=True, help="0: any that is free.")
+@click.option(
+    "--token-file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Holds the token that clients must know. Without it OVERLORD_TOKEN says it, or one is made up.",
+)  # fmt: skip
+@click.option("--runtime", metavar="NAME", default="local", show_default=True, help="Where loaders and constructors live: local, process.")
+@click.option("--resume", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON", help="Go on from a saved state.")
+@click.option(
+    "--save", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON", help="Write the state at the end, also after Ctrl-C."
+)
+@click.option(
+    "--allow", metavar="PART", multiple=True, help="A part in which a resumed state may differ from the job, as the error names it."
+)
+@imports
+@debug
+def serve(
+    job_yaml: Path, host: str, port: int, token_file: Path | None, runtime: str, resume: Path | None, save: Path | None,
+    allow: tuple[str, ...], modules: tuple[str, ...], debug: bool,
+) -> None:  # fmt: skip
+    """Run a job for trainers in other processes, which connect to it."""
+
+    def act() -> None:
+        from overlord.observe.attending import Serve, read_token, serve_job
+        from overlord.observe.running import read_state
+
+        job = _read_job(job_yaml, modules)
+        state = None if resume is None else read_state(resume)
+        wanted = Serve(
+            job=job, host=host, port=port, token=read_token(token_file), resume=state, save=save, allow=allow, runtime=runtime
+        )  # fmt: skip
+        serve_job(wanted, click.echo, _console(stderr=True))
+
+    _guarded(act, debug)
+
+
+@cli.command()
+@job_file
 @click.option("--full", is_flag=True, help="Read every row of every file, not just some.")
 @imports
 @debug

@@ -136,14 +136,20 @@ class Source:
         return found + _one_of(f"{at}.workers", self.workers, WORKERS)
 
     def _uri_problems(self, at: str) -> list[str]:
+        from overlord.sources.uris import uri_problems
+
         if isinstance(self.uri, (list, tuple)):
             if not self.uri:
                 return [f"{at}.uri: the list of files is empty"]
+            if secret := [problem for p in self.uri if isinstance(p, str) for problem in uri_problems(p)]:
+                return [f"{at}.uri: {problem}" for problem in secret]
             wrong = [p for p in self.uri if not isinstance(p, (str, PathLike)) or not str(p)]
             if wrong:
                 return [f"{at}.uri: wanted a list of paths, found {wrong[0]!r} in it; rows go in by Source.from_dataset"]
             counts = Counter(str(p) for p in self.uri)
             return [f"{at}.uri: {p} is listed twice; its rows would be read twice" for p in sorted(counts) if counts[p] > 1]
+        if isinstance(self.uri, str) and (problems := uri_problems(self.uri)):
+            return [f"{at}.uri: {problem}" for problem in problems]
         files = isinstance(self.uri, (str, PathLike)) and bool(str(self.uri))
         sized = hasattr(self.uri, "__getitem__") and hasattr(self.uri, "__len__")
         dataset = sized and not isinstance(self.uri, (str, bytes, Mapping, type))
@@ -273,8 +279,8 @@ class Job:
     def _not_yet(self) -> list[str]:
         """What the design names and this version does not do: refused, never ignored."""
         found = []
-        if isinstance(self.place, ClientPlaceTree) and (self.place.cp, self.place.tp, self.place.pp) != (1, 1, 1):
-            found.append(f"place: only data parallelism is delivered in this version (cp=tp=pp=1), found {self.place}")
+        if isinstance(self.place, ClientPlaceTree) and (self.place.cp, self.place.pp) != (1, 1):
+            found.append(f"place: batches are cut neither for cp nor for pp in this version (cp=pp=1), found {self.place}")
         if self.journal is not None:
             found.append("journal: durability across crashes is not available in this version; use state_dict()")
         return found

@@ -5,10 +5,12 @@ Report     client      -> planner                    what a trainer measured in 
 Refill     planner     -> loader                     how many samples to hold ready
 Read, Evaluate, then WindowRead, Evaluated           the loader asks its host for work, and gets the outcome
 Announce   loader      -> planner                    metadata of new samples, in stream order
-Stage      planner     -> loaders, constructors      the plan of a step
-Staged     loader host -> constructors               payload of a step has come
+Reopen     whoever     -> planner                    a source is to be read again from where the draw stands: a loader moved
+Forget, Open   planner -> loaders                    what leads to that
+Stage      planner     -> loaders, constructors      the plan of a step; between processes its cuts, Part and Placed
+Staged     loader host -> constructors               payload of a step has come; between processes as Payload
 Build, then Built                                    the constructor asks its host for work
-Deliver    constructor -> client                     a step for a rank
+Deliver    constructor -> client                     a step for a rank (what travels with its arrays is Told)
 Finish     planner     -> constructors               no step from here on; with an error, or without
 End        constructor -> client                     all steps before that are sent
 """
@@ -17,13 +19,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from overlord.plan import LoadingPlan
-from overlord.sample import Column
+from overlord.sample import Column, Ragged, SampleId
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,42 @@ class Cursor(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Opening:
+    """A logical loader as it begins: share number ``share`` of ``shares`` of a source's chunks, from a place of its stream on."""
+
+    loader: int
+    source: int
+    share: int
+    shares: int
+    cursor: Cursor
+    budget_bytes: int
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reopen:
+    """Read a source again from where the draw stands, as after a restart: what its loaders hold is gone, or is to be elsewhere."""
+
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A loader begins again at a cursor, with nothing held; what it said before belongs to a generation that is over."""
+
+    loader: int
+    cursor: Cursor
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Payload held over from these loaders goes; the other held rows close ranks, and are numbered so from now on."""
+
+    loaders: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Read:
     """Read one window of a group: slice ``window`` of each of these chunks; rows up to ``after`` are already drawn."""
 
@@ -127,6 +165,7 @@ class Read:
     chunks: tuple[int, ...]
     after: Cursor | None = None
     urgent: bool = False  # the draw waits for it
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +185,7 @@ class Evaluate:
     loader: int
     rows: int
     urgent: bool = False
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,6 +239,7 @@ class Announce:
     closes: bool = False  # this loader has no more rows of the window
     last: bool = False  # and none of the group
     error: Exception | None = None
+    generation: int = 0  # of the loader: what one of before says is not heard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,10 +251,47 @@ class Stage:
     pops: np.ndarray
     doc: np.ndarray
     digest: str
-    after: StreamState
+    after: StreamState | Sealed
     skipped: bool = False
     kept: np.ndarray | None = None  # look-ahead: the rows of held and popped payload that stay held, in order; None: nothing is ever held
     loader: np.ndarray | None = None  # int32: who read each sample of the plan; for people, never for a strategy
+    valid_tokens: int = 0  # with a loss, over all ranks: a plan cut for some buckets does not know
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A loader host's share of a Stage: what leaves its loaders, and which of it goes to which constructor host.
+
+    The host's documents are numbered: those held over from steps before, then the popped ones, loader by loader. ``take[j]`` are
+    those for constructor host ``to[j]``, rising; without ``take`` all go to each of ``to``. Without constructors the hosts are ranks.
+    """
+
+    step: int
+    loaders: np.ndarray  # int64, rising: who is popped
+    pops: np.ndarray  # int64: how many of each
+    to: tuple[int, ...]
+    take: tuple[np.ndarray, ...] = ()
+    kept: np.ndarray | None = None  # the documents that stay held; None: nothing is ever held
+    plan: LoadingPlan | None = None  # for loader hooks: the samples of this host; then ``take`` has rows of it
+    doc: np.ndarray | None = None  # and the document of each
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """A constructor host's share of a Stage: the samples of its buckets. ``doc`` counts over the payloads of ``origins``, in order."""
+
+    stage: Stage
+    origins: tuple[int, ...]  # loader hosts that send payload
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Payload:
+    """What a loader host has for a constructor host in a step."""
+
+    step: int
+    origin: int
+    tokens: Ragged
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,3 +364,77 @@ class StreamState:
     weights: tuple[float, ...] = ()  # in force, where they outlive their step (mix_every="epoch")
     schedule: Mapping[str, Any] | None = None  # what a stateful schedule has learned, plain JSON
     reports: tuple[Report, ...] = ()  # of steps whose using plan is still to come, by step and rank
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sealed:
+    """A StreamState as bytes: whoever carries it to a client need not look inside, and a client looks only when it saves."""
+
+    step: int  # the next step to draw, as in the state
+    data: np.ndarray  # uint8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Told:
+    """What a client is told of a step beside its arrays: the samples, a row each, and the state behind the step."""
+
+    step: int
+    digest: str
+    valid_tokens: int
+    names: tuple[str, ...]
+    source: np.ndarray
+    epoch: np.ndarray
+    file: np.ndarray
+    row: np.ndarray
+    part: np.ndarray
+    tokens: np.ndarray
+    after: StreamState | Sealed
+
+    @staticmethod
+    def of(stage: Stage, after: StreamState | Sealed | None = None) -> Told:
+        """The whole plan's samples, as they are."""
+        p = stage.plan
+        return Told(
+            p.step, stage.digest, stage.valid_tokens, p.names, p.source, p.epoch, p.file, p.row, p.part, p.tokens,
+            stage.after if after is None else after,
+        )  # fmt: skip
+
+    def of_rows(self, rows: np.ndarray) -> Told:
+        """These samples only, as columns of their own: what one bucket's clients need to know."""
+        columns = {name: getattr(self, name)[rows] for name in ("source", "epoch", "file", "row", "part", "tokens")}
+        return replace(self, **columns)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def sample_id(self, i: int) -> SampleId:
+        return SampleId(
+            self.names[int(self.source[i])], int(self.epoch[i]), int(self.file[i]), int(self.row[i]), int(self.part[i]),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Handed:
+    """A step on its way to the client of one rank: its microbatches side by side (``constructor/wide.py``), or one by one where they
+    do not go together; rows ``bounds[m]`` to ``bounds[m + 1]`` of the told samples are in microbatch m."""
+
+    told: Told
+    bounds: np.ndarray
+    wide: Mapping[str, np.ndarray]
+    rows: np.ndarray  # int64 [keys, microbatches]
+    microbatches: tuple[Mapping[str, np.ndarray], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """No step comes after those already sent."""
+
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """A client handed this step to the trainer, and with it all before it."""
+
+    step: int
+    waited_s: float = 0.0  # that its trainer has waited for steps, in all

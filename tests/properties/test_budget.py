@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.loader.buffer import Shelf
 from overlord.loader.reader import SourceReader
-from overlord.messages import Evaluate, Pop, Read, Refill, Stage
+from overlord.messages import Evaluate, Pop, Read, Refill, Stage, Told
 from overlord.runtime.bootstrap import Blueprint, Options
 from overlord.runtime.host import Done, Host
 from overlord.simulation.engine import Delays, VirtualExecutor
@@ -27,6 +27,7 @@ class Seen:
 
     def __init__(self, reader: SourceReader, number: int):
         self._reader, self.stats, self.order, self.largest = reader, reader.stats, SimpleNamespace(name=str(number)), 0
+        self.chunks = reader.chunks
 
     def read(self, command: Read) -> Any:
         return self._reader.read(command)
@@ -42,7 +43,7 @@ class Watched(VirtualExecutor):
 
     ahead: Callable[[int], None] = staticmethod(lambda loader: None)
 
-    def submit(self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False) -> None:
+    def submit(self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False, waits: bool = False) -> None:
         kind, _, number = name.partition(" ")
         if kind == "evaluate" and not urgent:
             self.ahead(int(number))
@@ -55,8 +56,8 @@ class Rank:
     def __init__(self, executor: VirtualExecutor, host: Host, rank: int):
         self.executor, self.host, self.rank, self.ended = executor, host, rank, False
 
-    def put(self, stage: Stage, bucket: Any) -> None:
-        self.executor.at(self.executor.delay(2.0), lambda: self.host.consumed([self.rank], stage.plan.step))
+    def put(self, told: Told, bucket: Any) -> None:
+        self.executor.at(self.executor.delay(2.0), lambda: self.host.consumed([self.rank], told.step))
 
     def end(self, error: Exception | None) -> None:
         assert error is None, error
@@ -70,8 +71,9 @@ class Held:
         self.blueprint = Blueprint(job, Options(**options))
         self.executor = Watched(seed, Delays(sigma=1.5))
         self.host = self.blueprint.host(self.executor)
-        self.seen = [Seen(reader, k) for k, reader in enumerate(self.host.readers)]
-        self.host.readers = self.seen  # type: ignore[assignment]
+        self.seen = [Seen(hosted.reader, k) for k, hosted in self.host.loading.hosted.items()]
+        for hosted, seen in zip(self.host.loading.hosted.values(), self.seen, strict=True):
+            hosted.reader = seen  # type: ignore[assignment]
         self.ranks = [Rank(self.executor, self.host, r) for r in range(job.place.world_size)]
 
     def run(self, look: Callable[[], None] = lambda: None) -> None:
@@ -82,11 +84,11 @@ class Held:
         self.blueprint.close()
 
     def bytes_of(self, loader: int) -> int:
-        return exact(self.host.shelves[loader])
+        return exact(self.host.loading.hosted[loader].shelf)
 
     @property
     def ready(self) -> int:
-        return sum(exact(shelf) for shelf in self.host.shelves)
+        return sum(exact(hosted.shelf) for hosted in self.host.loading.hosted.values())
 
     @property
     def blocks(self) -> int:
@@ -151,7 +153,7 @@ def test_ready_beyond_the_draw_stays_within_the_budget_and_a_block_for_each_load
 
 def test_a_loader_that_has_given_what_was_waited_for_reads_no_more_for_it() -> None:
     held = Held(job_of([7], 1), 0)
-    loader, reader = held.host.loaders[0], held.host.readers[0]
+    loader, reader = held.host.loaders[0], held.host.loading.hosted[0].reader
     read, *_ = loader.handle(Refill(0, must=3, level=0))
     (evaluate,) = loader.handle(reader.read(read))
     assert len(loader.handle(reader.evaluate(evaluate)[0])) == 1  # the announcement
@@ -183,8 +185,8 @@ def test_no_more_steps_are_planned_than_prefetch_allows(prefetch: int, loaders: 
 
     def look() -> None:
         ahead.add(planner.next_step - 1 - min(planner._consumed.values()))
-        assert len(held.host._staged) <= prefetch
-        assert len(held.host._built) <= prefetch * len(held.ranks)
+        assert len(held.host.building._staged) <= prefetch
+        assert len(held.host.building._built) <= prefetch * len(held.ranks)
 
     held.run(look)
     assert max(ahead) == prefetch
@@ -195,11 +197,12 @@ def sizes(held: Held) -> dict[str, int]:
     host, planner = held.host, held.host.planner
     streams = planner._streams
     return {
-        "staged": len(host._staged), "holders": len(host._holders), "built": len(host._built), "queue": len(host._queue),
+        "staged": len(host.building._staged), "holders": len(host.building._holders), "built": len(host.building._built),
+        "queue": len(host._queue),
         "plans": len(host.plans), "slabs": len(host.slabs._slabs), "slab bytes": host.slabs.nbytes,
         "handles": len(held.blueprint.handles._handles), "outstanding": len(planner._outstanding), "events": len(planner.state().events),
         "segments": sum(len(s._segments) for s in streams), "shares": sum(len(s._shares) for s in streams),
-        "lasts": sum(len(s._lasts) for s in streams), "shelves": sum(len(s._blocks) for s in host.shelves),
+        "lasts": sum(len(s._lasts) for s in streams), "shelves": sum(len(h.shelf._blocks) for h in host.loading.hosted.values()),
         "assembling": sum(len(a._steps) for a in host.assemblers), "timers": len(held.executor._events),
     }  # fmt: skip
 

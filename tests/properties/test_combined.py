@@ -119,7 +119,7 @@ def test_neither_timing_nor_options_nor_a_restart_shows_in_a_job_that_uses_every
         assert (fingerprint(again.steps), type(again.error)) == (fingerprint(whole.steps), type(whole.error))
         assert again.quarantine == whole.quarantine
         assert list(map(plain, again.states.values())) == list(map(plain, whole.states.values()))
-        ids = [sample for step in whole.steps[0] for sample in in_order(step._stage.plan)]
+        ids = [sample for step in whole.steps[0] for sample in in_order(step._told)]
         assert len(set(ids)) == len(ids), "drawn twice"
         for k, step in some(whole):
             state = json.loads(json.dumps(whole.states[step.step]))
@@ -144,7 +144,7 @@ def test_on_another_mesh_the_same_samples_come_in_every_step_also_where_weights_
         def run(made: ov.Job, **options: Any) -> list[Any]:
             done = ov.simulate(made, seed=scene.salt, report=lambda rank, step: say(0, step) if rank == 0 else None, prefetch=4, **options)
             states.append(done.states)
-            return [(step.step, in_order(step._stage.plan)) for step in done.steps[0]]
+            return [(step.step, in_order(step._told)) for step in done.steps[0]]
 
         states: list[dict[int, dict[str, Any]]] = []
         mesh = ov.ClientPlaceTree(dp=dp)

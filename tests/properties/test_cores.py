@@ -46,6 +46,7 @@ from overlord.messages import (
 from overlord.planner.draw import Drawer, Drawn, Short, draw_counts, whole_weights
 from overlord.planner.stream import SourceStream
 from overlord.runtime.bootstrap import Blueprint, Options
+from overlord.sources.handles import ChunkReader
 from tests.properties.test_merge import make_found
 from tests.properties.test_stream import delivered, fingerprint, in_order, run, wanted
 from tests.reference import Mixer
@@ -55,7 +56,7 @@ from tests.worlds import Rows, World, folder, picky, worlds
 class Nowhere:
     """No executor: these tests carry out the work of loaders themselves."""
 
-    def submit(self, name: str, work: Any, done: Any, *, size: int = 1, urgent: bool = False) -> None:
+    def submit(self, name: str, work: Any, done: Any, *, size: int = 1, urgent: bool = False, waits: bool = False) -> None:
         raise AssertionError("nothing is submitted here")
 
 
@@ -74,7 +75,8 @@ class Channels:
 
     def __init__(self, blueprint: Blueprint, state: StreamState | None, seed: int):
         host = blueprint.host(Nowhere(), state)
-        self.planner, self.loaders, self.readers = host.planner, host.loaders, host.readers
+        self.planner, self.loaders = host.planner, host.loaders
+        self.readers = [hosted.reader for hosted in host.loading.hosted.values()]
         self.to_planner: list[deque[Any]] = [deque() for _ in self.loaders]
         self.to_loader: list[deque[Any]] = [deque() for _ in self.loaders]
         self.stages: list[Stage] = []
@@ -253,14 +255,15 @@ def walk(loader: Loader, reader: SourceReader, rng: random.Random) -> list[Annou
 
 
 def loaders_at(blueprint: Blueprint, cursor: Cursor, n: int, rng: random.Random) -> list[list[Announce]]:
-    job, order = blueprint.job, blueprint.orders[0]
+    job, order, kit = blueprint.job, blueprint.orders[0], blueprint.kit(0)
     found = []
     for k in range(n):
         loader = Loader(
             k, order, epochs=job.sources[0].epochs, loader=k, loaders=n, cursor=cursor,
             block_rows=rng.choice((1, 2, 7, 64)), budget_bytes=rng.choice((1, 50, 10**6)),
         )  # fmt: skip
-        found.append(walk(loader, SourceReader(order, blueprint._chunk_reader(0), blueprint.pipelines[0]), rng))
+        chunks = ChunkReader(kit.index, options=kit.read, cache=blueprint.handles)
+        found.append(walk(loader, SourceReader(order, chunks, kit.pipeline), rng))
     return found
 
 
@@ -579,7 +582,7 @@ def test_the_mix_of_a_session_is_within_one_sample_of_every_source_at_every_step
         taken, drawn = np.zeros(len(share), object), 0
         assert len(done.steps[0]) == 12
         for step in done.steps[0]:
-            plan = step._stage.plan
+            plan = step._told
             taken, drawn = taken + np.bincount(plan.source, minlength=len(share)).astype(object), drawn + len(plan)
             assert len(plan) == job.batch.samples
             assert all(abs(Fraction(drawn * w, UNIT) - int(n)) < 1 for w, n in zip(share, taken, strict=True))
@@ -614,8 +617,8 @@ def test_every_strategy_keeps_the_capacity_and_gives_every_drawn_sample_one_slot
         assert all(len(s) == n for s in done.steps.values())
         for k in range(n):
             places = [(s[k].rank, m, mb) for s in done.steps.values() for m, mb in enumerate(s[k])]
-            plan = done.steps[0][k]._stage.plan
-            assert len(places) == job.place.dp * max(batch.microbatches, plan.n_microbatches)
+            plan = done.steps[0][k]._told
+            assert len(places) == job.place.dp * max(batch.microbatches, len(done.steps[0][k]))
             ids = [tuple(p.sample) for _, _, mb in places for p in mb.samples]
             assert sorted(ids) == sorted(in_order(plan))
             assert len(set(ids)) == len(ids)

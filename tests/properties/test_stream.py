@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.hashing import digest
+from overlord.messages import Told
 from tests.reference import reference_stream
 from tests.worlds import World, folder, worlds
 
 Sample = tuple[tuple[str, int, int, int, int], list[int]]
 
 
-def in_order(plan: ov.LoadingPlan) -> list[tuple[str, int, int, int, int]]:
+def in_order(plan: ov.LoadingPlan | Told) -> list[tuple[str, int, int, int, int]]:
     return [tuple(plan.sample_id(i)) for i in range(len(plan))]  # type: ignore[misc]
 
 
@@ -32,7 +33,7 @@ def delivered(steps: dict[int, list[ov.Step]], n: int) -> list[list[Sample]]:
                     tokens = mb["tokens"][piece.offset : piece.offset + piece.length].tolist()
                     assert tuple(piece.sample) not in found, "delivered twice"
                     found[tuple(piece.sample)] = tokens
-        plan = steps[0][k]._stage.plan
+        plan = steps[0][k]._told
         assert set(found) == set(in_order(plan))
         out.append([(key, found[key]) for key in in_order(plan)])
     return out
@@ -177,7 +178,7 @@ def test_within_an_epoch_every_row_lands_once_or_in_quarantine(world: World, see
 def _state_after(job: ov.Job, step: ov.Step) -> dict[str, Any]:
     from overlord.runtime.bootstrap import Blueprint, Options
 
-    return Blueprint(job, Options()).export(step._stage.after)
+    return Blueprint(job, Options()).export(step._told.after)
 
 
 def test_the_stream_does_not_depend_on_the_number_of_microbatches_a_rank_asked_for() -> None:

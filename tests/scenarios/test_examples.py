@@ -22,6 +22,7 @@ SAYS = {
     "08_vlm_hybrid.py": ["vlm_hybrid: slowest of 8 ranks over mean, encoder: 1.00", "rank 2 encodes", "step 2: 181 images"],
     "09_low_level.py": ["step 2: 49 of 868 tokens masked", "imbalance 1.006", "samples candidates; web:"],
     "05_yaml_job.py": ["read back equal: True", "wrong.yaml: 3 problems", "did you mean 'weight'?"],
+    "11_connect.py": ["rank 0 of another process: steps 0 to 9", "rank 1 of another process: steps 0 to 9", "320 samples, each once: True"],
     "06_curriculum.py": ["curriculum(column='difficulty'", "rising over the ramp: True"],
 }
 

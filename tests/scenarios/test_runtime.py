@@ -20,7 +20,7 @@ from overlord.simulation.engine import Delays
 from tests.reference import reference_stream
 from tests.worlds import Rows
 
-RUNTIMES = ("local", "simulated")
+RUNTIMES = ("local", "simulated", "process", "direct")  # direct: the process runtime without constructors
 pytestmark = [pytest.mark.timeout(120), pytest.mark.parametrize("runtime", RUNTIMES)]
 
 
@@ -50,7 +50,11 @@ class Outcome:
 
 
 def run(runtime: str, job: ov.Job, *, events: Sequence[SetMixture | Skip] = (), slow: int | None = None, **options: Any) -> Outcome:
-    return (_local if runtime == "local" else _simulated)(job, events, slow, {"prefetch": 3, "check": True, **options})
+    options = {"prefetch": 3, "check": True, **options}
+    if runtime == "simulated":
+        return _simulated(job, events, slow, options)
+    where = {"runtime": "process", "constructors": False} if runtime == "direct" else {"runtime": runtime}
+    return _launched(job, events, slow, {**where, **options})
 
 
 def _simulated(job: ov.Job, events: Sequence[Any], slow: int | None, options: Mapping[str, Any]) -> Outcome:
@@ -63,7 +67,7 @@ def _simulated(job: ov.Job, events: Sequence[Any], slow: int | None, options: Ma
     return out
 
 
-def _local(job: ov.Job, events: Sequence[Any], slow: int | None, options: Mapping[str, Any]) -> Outcome:
+def _launched(job: ov.Job, events: Sequence[Any], slow: int | None, options: Mapping[str, Any]) -> Outcome:
     """A thread for each rank. A slow one takes a step only when the others have taken all they can."""
     out, starving = Outcome(), threading.Event()
     with ov.launch(job, stall_limit_s=60, **options) as session:
@@ -238,8 +242,12 @@ def test_rows_on_which_a_map_raises_are_quarantined_and_nothing_else_is(runtime:
     assert out.together() == wanted(made)
 
 
+def seven(columns: Any) -> int:
+    return 7
+
+
 def test_a_map_that_breaks_its_contract_ends_the_job_with_its_name(runtime: str) -> None:
-    source = ov.Source("a", rows(60, 0), transforms=[ov.Map(lambda columns: 7), ov.Tokens("tokens")], epochs=1)
+    source = ov.Source("a", rows(60, 0), transforms=[ov.Map(seven), ov.Tokens("tokens")], epochs=1)
     out = run(runtime, replace(job(), sources=(source,)))
     assert out.numbers() == [[]] * 3
     assert all(isinstance(e, TransformError) and e.source == "a" for e in out.error.values()), out.error
@@ -256,7 +264,7 @@ def test_a_slow_rank_changes_nothing_but_the_pace(runtime: str, slow: int, prefe
     assert out.steps == usual.steps
 
 
-def test_both_runtimes_place_every_sample_alike(runtime: str) -> None:
-    """Each is compared with the other here, to the slot; the draw is compared with the reference above."""
+def test_all_runtimes_place_every_sample_alike(runtime: str) -> None:
+    """Each is compared with the next here, to the slot; the draw is compared with the reference above."""
     made = job(batch=ov.Batch(tokens=70, context=32, microbatches=2))
-    assert run(runtime, made).steps == run(RUNTIMES[1 - RUNTIMES.index(runtime)], made).steps
+    assert run(runtime, made).steps == run(RUNTIMES[RUNTIMES.index(runtime) - 1], made).steps

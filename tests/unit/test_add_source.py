@@ -40,12 +40,12 @@ def launch(made: ov.Job, **options: Any) -> ov.Session:
 
 
 def drawn(step: ov.Step) -> Counter[str]:
-    return Counter(step._stage.plan.sample_id(i).source for i in range(len(step._stage.plan)))
+    return Counter(step._told.sample_id(i).source for i in range(len(step._told.row)))
 
 
 def samples(steps: list[ov.Step], name: str) -> list[Any]:
-    plans = [s._stage.plan for s in steps]
-    return [p.sample_id(i) for p in plans for i in range(len(p)) if p.sample_id(i).source == name]
+    plans = [s._told for s in steps]
+    return [p.sample_id(i) for p in plans for i in range(len(p.row)) if p.sample_id(i).source == name]
 
 
 def take(client: ov.Client, n: int) -> list[ov.Step]:
@@ -187,7 +187,7 @@ def test_under_weights_by_epoch_a_source_joins_at_its_step_and_its_epoch_counts_
     seen = set()
     for seed in range(6):
         run = ov.simulate(made, seed=seed, events=[Add(source("c", 16, epochs=None, weight=4.0), 15)], read_ahead=1, check=True)
-        seen.add(tuple((s.plan_digest, s._stage.after.mix_step, s._stage.after.mix_epoch) for s in run.steps[0]))
+        seen.add(tuple((s.plan_digest, s._told.after.mix_step, s._told.after.mix_epoch) for s in run.steps[0]))
     assert len(seen) == 1
     [steps] = seen
     assert steps[14][2] >= 1
@@ -195,7 +195,7 @@ def test_under_weights_by_epoch_a_source_joins_at_its_step_and_its_epoch_counts_
     assert "c" in drawn(run.steps[0][15])
     assert {s[1] for s in steps[15:]} != {15}  # and rises with it later
     run = ov.simulate(made, events=[Add(source("c", weight=0.001), 15)])  # not drawn at once, so that the draw waits for nothing
-    assert (run.steps[0][15]._stage.after.mix_step, run.steps[0][15]._stage.after.mix_epoch) == (15, 0)
+    assert (run.steps[0][15]._told.after.mix_step, run.steps[0][15]._told.after.mix_epoch) == (15, 0)
 
 
 def test_a_source_that_joins_may_have_several_loaders_and_quarantine_and_a_worker_process(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def test_a_simulated_run_gives_what_a_local_one_gives() -> None:
         local = [[s.plan_digest for s in steps] for steps in zip(*clients, strict=True)]
     run = ov.simulate(made, seed=3, events=[SetMixture(4, {"a": 1.0, "b": 2.0}), Add(joining, 7, 2)], check=True)
     assert [s.plan_digest for s in run.steps[0]] == [pair[0] for pair in local]
-    assert isinstance(run.steps[0][-1]._stage.after.events[0], AddSource)
+    assert isinstance(run.steps[0][-1]._told.after.events[0], AddSource)
 
 
 # What is refused

@@ -37,6 +37,37 @@ def test_steps_arrive_in_order_though_they_are_built_out_of_order() -> None:
     assert assembler.handle(Built(0)) == [Deliver(0, 0), Deliver(1, 0)]
 
 
+def test_so_many_steps_are_built_ahead_of_the_fastest_rank_and_no_more() -> None:
+    assembler = Assembler(0, [0, 1], build_ahead=2)
+    for rank in (0, 1):
+        assembler.handle(Attach(rank))
+    planned(assembler, 0, 1)
+    for step in (2, 3):
+        assembler.handle(stage(step))
+        assert assembler.handle(Staged(step)) == []
+    assert assembler.waiting() == "step 0: its microbatches to be built"
+    assert assembler.handle(Built(0)) == [Deliver(0, 0), Deliver(0, 1)]
+    assert assembler.handle(Built(1)) == [Deliver(1, 0), Deliver(1, 1)]
+    assert assembler.waiting() == "step 2: an earlier one to be taken"
+    assert assembler.handle(Consumed(0, 0)) == [Build(2, 0)]  # though the other rank has not taken it
+    assert assembler.handle(Consumed(1, 0)) == [Release(0, 0)]
+    assert assembler.handle(Consumed(0, 1)) == [Build(3, 0)]
+    assert assembler.handle(Built(2)) == [Deliver(2, 0), Deliver(2, 1)]
+    assert assembler.handle(Detach(0)) == []
+    assert assembler.handle(Detach(1)) == [Release(1, 0), Release(2, 0)]
+    assert assembler.handle(Built(3)) == [Release(3, 0)]
+
+
+def test_payload_of_steps_that_are_not_built_goes_with_the_last_rank_and_with_the_end() -> None:
+    for event in (Detach(0), Finish(1)):
+        assembler = Assembler(0, [0], build_ahead=1)
+        assembler.handle(Attach(0))
+        planned(assembler, 0)
+        assembler.handle(stage(1))
+        assert assembler.handle(Staged(1)) == []
+        assert assembler.handle(event) == [Release(1, 0)]
+
+
 def test_nothing_is_built_for_a_bucket_without_clients() -> None:
     assembler = Assembler(0, [0])
     assembler.handle(stage(0))

@@ -22,6 +22,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import balance  # noqa: E402
+import constructors  # noqa: E402
 import endtoend_model  # noqa: E402
 from balancing.ahead import Stream, run_ahead  # noqa: E402
 from balancing.bounds import iteration_bound, microbatch_bound  # noqa: E402
@@ -32,6 +33,8 @@ from endtoend.pipeline import one_f_one_b, stage_list  # noqa: E402
 from endtoend.plans import STRATEGIES, predict, step_of  # noqa: E402
 from endtoend.setups import CARD_FLOPS, ENCODERS_UNPLANNED, SYNCS, Setup, pairs  # noqa: E402
 from endtoend.times import Loads, seconds  # noqa: E402
+from fetching import cell as fetching  # noqa: E402
+from fetching.case import Case as FetchingCase  # noqa: E402
 from profiles import LONGEST_IMAGE, PROFILES, Samples, coyo, draw, navit  # noqa: E402
 
 MANY = 100_000
@@ -265,3 +268,17 @@ def test_the_model_page_names_its_assumptions_in_every_row() -> None:
     assert len(rows) == 4
     assert all("D=4" in row and "encoder own group" in row for row in rows)
     assert endtoend_model.plot(found, "coyo").startswith("<svg")
+
+
+@pytest.mark.timeout(90)
+def test_without_constructors_the_benchmark_counts_a_link_from_every_loader_host_to_every_rank(tmp_path: Path) -> None:
+    fetching.write_sources(tmp_path, 2, rows=200)
+    case = FetchingCase(
+        constructors=False, folder=str(tmp_path), dp=1, tp=2, hosts=2, context=1024, microbatches=2, steps=3, warm=1, pause_ms=0
+    )
+    found = fetching.run(case)
+    assert (found.links_per_loader_host, found.links_per_client, found.links) == (2, 3, 6)
+    assert found.step_bytes > 2 * 1024 * 4, "every rank is sent the step"
+    assert len(found.fetch_ms) == 6
+    page = constructors.page([found], "2026-01-01", "python benchmarks/constructors.py", 1)
+    assert len([line for line in page.splitlines() if line.startswith("| 2 (1 x 2) | direct |")]) == 2

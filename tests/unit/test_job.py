@@ -161,7 +161,7 @@ def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
         ({"overflow": "drop"}, "overflow: wanted one of grow, defer, found 'drop'"),
         ({"overflow": "defer", "batch": Batch(tokens=8, context=8)}, 'overflow: "defer" goes with a batch in samples only'),
         ({"overflow": "defer", "look_ahead": 2}, 'overflow: "defer" goes with look_ahead=1'),
-        ({"place": ClientPlaceTree(tp=2)}, "place: only data parallelism"),
+        ({"place": ClientPlaceTree(cp=2)}, "place: batches are cut neither for cp nor for pp"),
         ({"journal": "runs/demo"}, "journal: durability across crashes is not available"),
     ],
 )

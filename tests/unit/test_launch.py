@@ -49,12 +49,12 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ({"partition": "auto"}, "partition: 'auto' is not available in this version; every source has one loader"),
         ({"autoscale": True}, "autoscale: True is not available in this version"),
         ({"shadows": "heavy"}, "shadows: 'heavy' is not available in this version"),
-        ({"constructors": False}, "constructors: False is not available in this version"),
-        ({"constructors": 1}, "constructors: 1 is not available in this version"),
-        ({"sources_per_host": 25}, "sources_per_host: 25 is not available in this version"),
-        ({"runtime": "process"}, "runtime: 'process' is not available in this version"),
+        ({"constructors": False}, "constructors: False is for runtime='process'; in one process there is no hop to leave out"),
+        ({"constructors": 1}, "constructors: wanted True or False, found 1"),
+        ({"sources_per_host": 0}, "sources_per_host: wanted a whole number of at least 1, found 0"),
+        ({"ring_bytes": 1.5}, "ring_bytes: wanted a whole number of at least 1, found 1.5"),
         ({"runtime": "ray"}, "runtime: 'ray' is not available in this version"),
-        ({"runtime": "cloud"}, "runtime: wanted 'local', found 'cloud'"),
+        ({"runtime": "cloud"}, "runtime: wanted 'local' (in this process) or 'process' (in processes of this machine), found 'cloud'"),
         ({"resume": "auto"}, "resume: 'auto' needs a journal, which is not available in this version"),
         ({"resume": "st.json"}, "read the file first: resume=json.loads(Path('st.json').read_text())"),
         ({"resume": Path("st.json")}, "resume: wanted a state, found 'st.json'"),
@@ -92,7 +92,7 @@ def test_what_comes_behind_resume_has_a_name() -> None:
     assert kinds["allow"] is inspect.Parameter.KEYWORD_ONLY
 
 
-@pytest.mark.parametrize("call", [lambda s: s.reshard(ov.ClientPlaceTree(dp=2)), lambda s: s.kill("planner"), lambda s: s.serve()])
+@pytest.mark.parametrize("call", [lambda s: s.reshard(ov.ClientPlaceTree(dp=2))])
 def test_methods_that_are_still_to_come_say_what_to_do_instead(call: Callable[[ov.Session], Any]) -> None:
     with ov.launch(job()) as session:
         with pytest.raises(OverlordError, match="is not available in this version; "):
@@ -100,11 +100,12 @@ def test_methods_that_are_still_to_come_say_what_to_do_instead(call: Callable[[o
         assert next(session.client(0)).step == 0  # and nothing is lost by asking
 
 
-@pytest.mark.parametrize("name", ["join", "connect"])
-def test_functions_that_are_still_to_come_are_absent_with_a_reason(name: str) -> None:
-    assert not hasattr(ov, name)
-    with pytest.raises(AttributeError, match=f"overlord.{name} is not available in this version"):
-        getattr(ov, name)
+@pytest.mark.parametrize("call", [lambda s: s.kill("planner"), lambda s: s.move("web", "loader-host/1")])
+def test_what_needs_other_processes_says_which_runtime_has_them(call: Callable[[ov.Session], Any]) -> None:
+    with ov.launch(job()) as session:
+        with pytest.raises(JobError, match=r"live in this process; .*runtime='process'"):
+            call(session)
+        assert next(session.client(0)).step == 0
 
 
 # Worker processes

@@ -40,10 +40,12 @@ def test_start_up_reads_what_the_first_draw_needs_and_no_more() -> None:
 def test_a_level_is_held_by_whole_blocks_and_refilled_after_a_pop() -> None:
     loader = Loader(0, PLAIN, epochs=1, block_rows=16)
     loader.handle(Refill(0, must=0, level=4))
-    assert loader.handle(WindowRead(rows=100, over=())) == [Evaluate(0, 16)]
-    assert brief(loader.handle(evaluated(16))) == [(0, 0, 0, 16, False, False)]
-    assert loader.handle(Pop(0, 10)) == []
+    assert loader.handle(WindowRead(rows=100, over=())) == [Evaluate(0, 8)]  # the first one is small: others wait for their first
+    assert brief(loader.handle(evaluated(8))) == [(0, 0, 0, 8, False, False)]
+    assert loader.handle(Pop(0, 2)) == []
     assert loader.handle(Pop(1, 4)) == [Evaluate(0, 16)]
+    assert brief(loader.handle(evaluated(16))) == [(0, 0, 0, 16, False, False)]
+    assert loader.handle(Pop(2, 15)) == [Evaluate(0, 16)]
 
 
 def test_a_window_ends_a_group_ends_and_the_next_is_read() -> None:

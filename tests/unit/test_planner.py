@@ -83,7 +83,7 @@ def digests(run: Any) -> list[tuple[int, str]]:
 
 
 def state_after(made: ov.Job, step: ov.Step) -> dict[str, Any]:
-    return json.loads(json.dumps(Blueprint(made, Options()).export(step._stage.after)))
+    return json.loads(json.dumps(Blueprint(made, Options()).export(step._told.after)))
 
 
 EVENTS: list[tuple[Any, ...]] = [
@@ -113,9 +113,9 @@ def test_weights_by_epoch_change_at_the_first_step_behind_the_epoch() -> None:
 
     run = ov.simulate(job(schedule, mix_every="epoch"), seed=3)
     assert seen == list(range(24))  # asked once a step all the same: it may be one that learns
-    epochs = [s._stage.after.cursors[:, 0].min() for s in run.steps[0]]
+    epochs = [s._told.after.cursors[:, 0].min() for s in run.steps[0]]
     rises = [k + 1 for k in range(len(epochs) - 1) if epochs[k] > (epochs[k - 1] if k else 0)]
-    assert sorted({s._stage.after.mix_step for s in run.steps[0]}) == [0, *rises]
+    assert sorted({s._told.after.mix_step for s in run.steps[0]}) == [0, *rises]
 
 
 # A stream that breaks
@@ -299,7 +299,7 @@ def stage(step: int) -> Stage:
 
 
 def building(*steps: int) -> Assembler:
-    assembler = Assembler(0, [0])
+    assembler = Assembler(0, [0], build_ahead=len(steps))
     assembler.handle(Attach(0))
     for step in steps:
         assembler.handle(stage(step))

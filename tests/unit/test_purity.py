@@ -16,7 +16,7 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = SRC / "overlord"
 
 NOUNS = ("calls", "errors", "hashing", "hooks", "job", "messages", "placetree", "plan", "planbytes", "plansummary", "sample")
-CORES = ("loader.order", "loader.loader", "loader.buffer", "constructor.assembler", "constructor.microbatch")
+CORES = ("loader.order", "loader.loader", "loader.buffer", "constructor.assembler", "constructor.microbatch", "constructor.wide")
 PURE = sorted([*NOUNS, *CORES, *(f"planner.{p.stem}" for p in (PACKAGE / "planner").glob("*.py") if p.stem != "__init__")])
 
 # Not `threading`: numpy may bring it in. That our own files do not is what the look into their text is for.
@@ -25,11 +25,12 @@ STANDARD = {  # what a decision may need of the standard library: no clock, no d
     "__future__", "bisect", "collections", "dataclasses", "difflib", "fractions", "functools", "hashlib", "heapq", "itertools", "json",
     "math", "operator", "struct", "types", "typing",
 }  # fmt: skip
-# A job is told paths and hands YAML over to jobfile.py, a source its rows to sources/dataset.py; neither opens anything itself.
+# A job is told paths and hands YAML over to jobfile.py, a source its rows to sources/dataset.py and its URIs to sources/uris.py, which
+# looks for secrets in them; none opens anything.
 # A graph hands itself over to be drawn, when asked.
 EXCEPTIONS = {
     "calls": {"inspect"},  # for the signature of a user's function, no more
-    "job": {"os.PathLike", "pathlib.Path", "overlord.jobfile", "overlord.sources.dataset"},
+    "job": {"os.PathLike", "pathlib.Path", "overlord.jobfile", "overlord.sources.dataset", "overlord.sources.uris"},
     "placetree": {"os.environ"},  # what ``from_env`` reads when it is given nothing
     "planner.dgraph": {"overlord.observe.mermaid", "overlord.observe.graphpage"},
 }

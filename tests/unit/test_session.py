@@ -20,8 +20,10 @@ import overlord as ov
 from overlord.errors import (
     ActorLost,
     DataStall,
+    FrameError,
     JobError,
     JournalError,
+    LinkRefused,
     OverlordError,
     PlanError,
     SourceError,
@@ -804,6 +806,7 @@ ERRORS: list[OverlordError] = [
     OverlordError("a text"), JobError(["a", "b"], "job 'x'"), SourceError("web", "gone", "a.parquet", "mend it"),
     TransformError("web", "Map", "no", "mend it"), PlanError("bad", 3, "mend it"), StateMismatch({"seed": ("1", "2")}, "mend it"),
     DataStall("rain", 3.5, 7, 2), ActorLost("the pump", "it was stopped"), JournalError("a/b", "torn", "mend it"),
+    FrameError("cut off", "value[3]", "mend it"), LinkRefused("overlord://a:1/b", "wrong token"),
 ]  # fmt: skip
 
 

@@ -8,28 +8,41 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from overlord.client.step import Microbatch, Step
 from overlord.constructor.builder import Bucket
 from overlord.errors import DataStall, OverlordError
-from overlord.messages import Stage, StreamState
+from overlord.messages import Sealed, StreamState, Told
+
+if TYPE_CHECKING:
+    from overlord.runtime.session import Session
 
 log = logging.getLogger("overlord")
+
+State = StreamState | Sealed
+
+
+class Box(Protocol):
+    """Where a client's steps come from: a queue in this process, or a link to another one."""
+
+    def get(self, timeout_s: float) -> tuple[Told, Bucket] | None: ...
+    def end(self, error: BaseException | None, *, drop: bool = False) -> None: ...
+    def __len__(self) -> int: ...
 
 
 class Inbox:
     """Steps on their way to one client: filled by the pump, emptied by the trainer's thread."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[Stage, Bucket]] = deque()
+        self._steps: deque[tuple[Told, Bucket]] = deque()
         self._changed = threading.Condition()
         self._ended = False
         self._error: BaseException | None = None
 
-    def put(self, stage: Stage, bucket: Bucket) -> None:
+    def put(self, told: Told, bucket: Bucket) -> None:
         with self._changed:
-            self._steps.append((stage, bucket))
+            self._steps.append((told, bucket))
             self._changed.notify()
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
@@ -43,7 +56,7 @@ class Inbox:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def get(self, timeout_s: float) -> tuple[Stage, Bucket] | None:
+    def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
         """The next step; None when the time is over; StopIteration, or the error, when there is none."""
         with self._changed:
             if not self._steps and not self._ended:
@@ -61,18 +74,20 @@ class Client:
     """Iterates the Steps of one rank. Made by ``session.client(rank)``."""
 
     def __init__(
-        self, rank: int, inbox: Inbox, *, begin: Callable[[], None], consumed: Callable[[Inbox, int], None], waiting_for: Callable[[], str],
-        export: Callable[[Inbox, StreamState], dict[str, Any]],
-        rewind: Callable[[Mapping[str, Any], tuple[str, ...]], tuple[Inbox, StreamState]],
-        report: Callable[[Inbox, Any, Any, int], None], start: StreamState, close: Callable[[], None],
-        stall_warn_s: float, stall_limit_s: float,
+        self, rank: int, inbox: Box, *, begin: Callable[[], None], consumed: Callable[[Box, int], None], waiting_for: Callable[[], str],
+        export: Callable[[Box, State], dict[str, Any]],
+        rewind: Callable[[Mapping[str, Any], tuple[str, ...]], tuple[Box, State]],
+        report: Callable[[Box, Any, Any, int], None], start: State, close: Callable[[], None],
+        stall_warn_s: float, stall_limit_s: float, on_stall: Callable[[str, float], None] | None = None,
     ):  # fmt: skip
         self.rank, self._inbox, self._state = rank, inbox, start
         self._begin: Callable[[], None] | None = begin  # called before the first wait: demand starts the work
         self._consumed, self._waiting_for, self._export, self._rewind, self._close = consumed, waiting_for, export, rewind, close
         self._report = report
-        self._warn_s, self._limit_s = stall_warn_s, stall_limit_s
+        self._warn_s, self._limit_s, self._on_stall = stall_warn_s, stall_limit_s, on_stall
         self._pid = os.getpid()
+        self.session: Session | None = None  # of the one client that owns it (``join``)
+        self._failed = False  # left by an exception: others need not be waited for
         self.waited_s = 0.0  # time the trainer spent waiting here
         self.steps = 0
 
@@ -85,12 +100,12 @@ class Client:
             self._begin()
             self._begin = None
         inbox = self._inbox
-        stage, bucket = self._wait(inbox)
+        told, bucket = self._wait(inbox)
         if inbox is self._inbox:  # else the session was moved meanwhile, and this client with it
-            self._state = stage.after
+            self._state = told.after
         self.steps += 1
-        self._consumed(inbox, stage.plan.step)
-        return Step(stage, bucket, self.rank)
+        self._consumed(inbox, told.step)
+        return Step(told, bucket, self.rank)
 
     def _refuse_fork(self) -> None:
         if os.getpid() != self._pid:  # the threads that fill the inbox stayed behind
@@ -99,21 +114,29 @@ class Client:
                 "survive a fork: launch it in the process that iterates"
             )
 
-    def _wait(self, inbox: Inbox) -> tuple[Stage, Bucket]:
+    def _wait(self, inbox: Box) -> tuple[Told, Bucket]:
+        """The watchdog: every ``stall_warn_s`` it says what is waited for, and after ``stall_limit_s`` it raises."""
         start = time.monotonic()
-        warned = False
+        warn_at = self._warn_s
         while True:
             waited = time.monotonic() - start
-            got = inbox.get(max(0.0, min(self._warn_s, self._limit_s) - waited) if not warned else min(1.0, self._limit_s))
-            if got is not None:
-                self.waited_s += time.monotonic() - start
-                return got
+            got = inbox.get(max(0.0, min(warn_at, self._limit_s) - waited))
             waited = time.monotonic() - start
+            if got is not None:
+                self.waited_s += waited
+                return got
             if waited >= self._limit_s:
+                self.waited_s += waited
                 raise DataStall(self._waiting_for(), waited, self._state.step, self.rank)
-            if not warned and waited >= self._warn_s:
-                warned = True
-                log.warning("rank %d has waited %.0f s for step %d: %s", self.rank, waited, self._state.step, self._waiting_for())
+            if waited >= warn_at:
+                warn_at = waited + max(1.0, self._warn_s)
+                self._stalls(self._waiting_for(), waited)
+
+    def _stalls(self, words: str, seconds: float) -> None:
+        if self._on_stall is not None:
+            self._on_stall(words, seconds)
+        else:
+            log.warning("rank %d has waited %.0f s for step %d: %s", self.rank, seconds, self._state.step, words)
 
     def microbatches(self) -> Iterator[Microbatch]:
         """All microbatches in a row, for trainers that pull them one by one."""
@@ -140,8 +163,17 @@ class Client:
 
     def close(self) -> None:
         """Leave: nobody waits for this rank any more."""
+        if os.getpid() != self._pid:  # a fork's copy: the one it was copied from goes on
+            return
         self._close()
         self._inbox.end(OverlordError(f"the client of rank {self.rank} is closed"), drop=True)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: object, *exc: object) -> None:
+        self._failed = kind is not None
+        self.close()
 
     def __repr__(self) -> str:
         return f"Client(rank {self.rank}, next step {self._state.step}, {len(self._inbox)} steps ready, waited {self.waited_s:.2f} s)"

@@ -11,7 +11,7 @@ from overlord.sample import SampleId
 
 if TYPE_CHECKING:
     from overlord.constructor.builder import Bucket
-    from overlord.messages import Stage
+    from overlord.messages import Told
 
 
 class Piece(NamedTuple):
@@ -25,10 +25,10 @@ class Piece(NamedTuple):
 class Microbatch(Mapping[str, np.ndarray]):
     """A mapping of name to read-only array, and ``.samples``."""
 
-    __slots__ = ("_arrays", "_padded", "_plan", "_rows")
+    __slots__ = ("_arrays", "_padded", "_rows", "_told")
 
-    def __init__(self, arrays: dict[str, np.ndarray], stage: Stage, rows: np.ndarray):
-        self._arrays, self._plan, self._rows = arrays, stage.plan, rows
+    def __init__(self, arrays: dict[str, np.ndarray], told: Told, rows: np.ndarray):
+        self._arrays, self._told, self._rows = arrays, told, rows
         self._padded = arrays["tokens"].ndim == 2
 
     def __getitem__(self, key: str) -> np.ndarray:
@@ -47,8 +47,8 @@ class Microbatch(Mapping[str, np.ndarray]):
     def samples(self) -> list[Piece]:
         """The samples in it, in order; made when asked for, so that packing costs no object per sample."""
         starts = range(len(self._rows)) if self._padded else self._arrays["cu_seqlens_padded"][:-1].tolist()
-        lengths = self._plan.tokens[self._rows].tolist()
-        ids = [self._plan.sample_id(i) for i in self._rows.tolist()]
+        lengths = self._told.tokens[self._rows].tolist()
+        ids = [self._told.sample_id(i) for i in self._rows.tolist()]
         return [Piece(i, o, n) for i, o, n in zip(ids, starts, lengths, strict=False)]
 
     def __repr__(self) -> str:
@@ -59,34 +59,42 @@ class Microbatch(Mapping[str, np.ndarray]):
 class Step:
     """One step of one rank."""
 
-    __slots__ = ("_bucket", "_stage", "rank")
+    __slots__ = ("_bucket", "_cut", "_told", "rank")
 
-    def __init__(self, stage: Stage, bucket: Bucket, rank: int):
-        self._stage, self._bucket, self.rank = stage, bucket, rank
+    def __init__(self, told: Told, bucket: Bucket, rank: int):
+        self._told, self._bucket, self.rank = told, bucket, rank
+        self._cut: tuple[Microbatch, ...] | None = None
 
     @property
     def step(self) -> int:
-        return self._stage.plan.step
+        return self._told.step
 
     @property
     def plan_digest(self) -> str:
-        return self._stage.digest
+        return self._told.digest
 
     @property
     def global_valid_tokens(self) -> int:
         """Tokens with a loss, over all ranks: divide summed losses by this."""
-        return int(np.maximum(self._stage.plan.tokens - 1, 0).sum())
+        return self._told.valid_tokens
 
     def __len__(self) -> int:
-        return len(self._bucket.microbatches)
+        return len(self._bucket)
+
+    def _microbatches(self) -> tuple[Microbatch, ...]:
+        """Made once: what is the same microbatch is the same object."""
+        if self._cut is None:
+            b = self._bucket
+            self._cut = tuple(
+                Microbatch(arrays, self._told, b.samples[b.bounds[m] : b.bounds[m + 1]]) for m, arrays in enumerate(b.microbatches)
+            )
+        return self._cut
 
     def __getitem__(self, m: int) -> Microbatch:
-        m = range(len(self))[m]
-        b = self._bucket
-        return Microbatch(b.microbatches[m], self._stage, b.samples[b.bounds[m] : b.bounds[m + 1]])
+        return self._microbatches()[m]
 
     def __iter__(self) -> Iterator[Microbatch]:
-        return (self[m] for m in range(len(self)))
+        return iter(self._microbatches())
 
     def __repr__(self) -> str:
         return f"Step({self.step}, rank {self.rank}, {len(self)} microbatches, {self.global_valid_tokens} valid tokens in all)"

@@ -1,6 +1,7 @@
 """The Data Constructor core of one bucket: which steps can be built, who gets them, when they may go. Pure.
 
-A step is built once for all ranks of the bucket, delivered in step order, and let go when every rank has taken it.
+A step is built once for all ranks of the bucket, delivered in step order, and let go when every rank has taken it. Only a few
+steps are built ahead of the fastest rank: built, a step is ten times what its payload is.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from overlord.messages import Attach, Build, Built, Consumed, Deliver, Detach, E
 
 Command = Build | Deliver | Release | End
 
-PLANNED, BUILDING, BUILT = "planned", "building", "built"
+PLANNED, STAGED, BUILDING, BUILT = "planned", "staged", "building", "built"
+BUILD_AHEAD = 2
+WAITS_FOR = {PLANNED: "its payload", STAGED: "an earlier one to be taken", BUILDING: "its microbatches to be built"}
 
 
 class Assembler:
     """``handle(event) -> commands``."""
 
-    def __init__(self, bucket: int, ranks: Sequence[int]):
-        self.bucket, self.ranks = bucket, tuple(ranks)
+    def __init__(self, bucket: int, ranks: Sequence[int], build_ahead: int = BUILD_AHEAD):
+        self.bucket, self.ranks, self._ahead = bucket, tuple(ranks), build_ahead
         self._wanted: dict[int, int] = {}  # attached rank -> last step it took
         self._delivered: dict[int, int] = {}  # attached rank -> last step sent to it
         self._steps: dict[int, str] = {}  # step -> status, in step order
@@ -33,8 +36,8 @@ class Assembler:
                     self._steps[plan.step] = PLANNED
             case Staged(step=step):
                 if step in self._steps and self._wanted:
-                    self._steps[step] = BUILDING
-                    return [Build(step, self.bucket)]
+                    self._steps[step] = STAGED
+                    return self._build()
                 self._steps.pop(step, None)
                 return [Release(step, self.bucket), *self._deliver()]
             case Built(step=step):
@@ -53,10 +56,10 @@ class Assembler:
                 self._wanted.pop(rank, None)
                 self._delivered.pop(rank, None)
                 self._ended.discard(rank)
-                return self._release()
+                return [*self._release(), *self._build()]
             case Consumed(rank=rank, step=step) if rank in self._wanted:
                 self._wanted[rank] = max(step, self._wanted[rank])
-                return self._release()
+                return [*self._release(), *self._build()]
             case Finish(step=step):
                 if not self._is_over(step):
                     self._finish = event
@@ -64,12 +67,25 @@ class Assembler:
                 over = {s: status for s, status in self._steps.items() if self._is_over(s)}
                 for s in over:
                     del self._steps[s]
-                return [*(Release(s, self.bucket) for s, status in over.items() if status == BUILT), *self._deliver()]
+                return [*(Release(s, self.bucket) for s, status in over.items() if status in (STAGED, BUILT)), *self._deliver()]
             case Attach() | Detach() | Consumed():
                 pass
             case _:
                 raise TypeError(f"an assembler does not know {type(event).__name__}")
         return []
+
+    def _build(self) -> list[Command]:
+        """The next steps whose payload is here, up to a few that the fastest rank has not taken: a slow one holds back nobody."""
+        if not self._wanted:
+            return []
+        taken, commands = max(self._wanted.values()), list[Command]()
+        ready = sum(status in (BUILDING, BUILT) for step, status in self._steps.items() if step > taken)
+        for step, status in self._steps.items():
+            if status == STAGED and (ready < self._ahead or step <= taken):
+                self._steps[step] = BUILDING
+                ready += step > taken
+                commands.append(Build(step, self.bucket))
+        return commands
 
     def _is_over(self, step: int) -> bool:
         return self._finish is not None and step >= self._finish.step
@@ -91,7 +107,10 @@ class Assembler:
 
     def _release(self) -> list[Command]:
         taken = min(self._wanted.values()) if self._wanted else None
-        gone = [s for s, status in self._steps.items() if status == BUILT and (taken is None or s <= taken)]
+        if taken is None:  # nobody is left: what is being built goes when it is
+            gone = [s for s, status in self._steps.items() if status in (STAGED, BUILT)]
+        else:
+            gone = [s for s, status in self._steps.items() if status == BUILT and s <= taken]
         for step in gone:
             del self._steps[step]
         return [Release(step, self.bucket) for step in gone]
@@ -100,7 +119,7 @@ class Assembler:
         """What the next undelivered step waits for, in words; empty when no step is planned."""
         for step, status in self._steps.items():
             if status != BUILT:
-                return f"step {step}: {'its payload' if status == PLANNED else 'its microbatches to be built'}"
+                return f"step {step}: {WAITS_FOR[status]}"
         return ""
 
     def check(self) -> None:

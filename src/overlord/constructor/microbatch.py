@@ -34,6 +34,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from overlord.constructor.wide import Wide
 from overlord.job import Batch
 
 IGNORE = -100  # a label no loss is computed for
@@ -45,7 +46,7 @@ def fresh(nbytes: int) -> np.ndarray:
     return np.empty(nbytes, np.uint8)
 
 
-def build(
+def build_wide(
     values: np.ndarray,
     start: np.ndarray,
     length: np.ndarray,
@@ -55,7 +56,7 @@ def build(
     batch: Batch,
     multiple: int,
     slab: Callable[[int], np.ndarray] = fresh,
-) -> list[dict[str, np.ndarray]]:
+) -> Wide:
     """All microbatches of one bucket (or of several, one after another) in one step, arrays read-only.
 
     ``slab`` gives memory, bytes without content: a pool that reuses it saves more than the gather costs.
@@ -84,7 +85,18 @@ def build(
     longest = np.maximum.reduceat(size, first[:-1]).astype(np.int32)
     for array in (*wide.values(), *per_document.values(), *cumulative.values(), longest):
         array.flags.writeable = False  # views made from here on are read-only too
-    return _views(wide, token_bounds, per_document, cumulative, longest, first)
+    tokens, documents = token_bounds.tolist(), first.tolist()
+    sums = (first + np.arange(n_microbatches + 1)).tolist()  # one more entry a microbatch than documents
+    starts = [tokens] * len(wide) + [sums] * len(cumulative) + [documents, list(range(n_microbatches + 1))]
+    return Wide({**wide, **cumulative, **per_document, "max_seqlen": longest}, starts, frozenset({"max_seqlen"}))
+
+
+def build(
+    values: np.ndarray, start: np.ndarray, length: np.ndarray, microbatch: np.ndarray, n_microbatches: int, source: np.ndarray,
+    batch: Batch, multiple: int, slab: Callable[[int], np.ndarray] = fresh,
+) -> list[dict[str, np.ndarray]]:  # fmt: skip
+    """The same, cut into a dict for each microbatch."""
+    return build_wide(values, start, length, microbatch, n_microbatches, source, batch, multiple, slab).cut(0, n_microbatches)
 
 
 def valid_tokens(length: np.ndarray) -> int:
@@ -187,24 +199,3 @@ def _cumulative(length: np.ndarray, first: np.ndarray) -> np.ndarray:
     np.cumsum(length, out=sums[1:])
     n = np.diff(first)
     return (sums[_ranges(first[:-1], n + 1)] - np.repeat(sums[first[:-1]], n + 1)).astype(np.int32)
-
-
-def _views(
-    wide: dict[str, np.ndarray],
-    token_bounds: np.ndarray,
-    per_document: dict[str, np.ndarray],
-    cumulative: dict[str, np.ndarray],
-    longest: np.ndarray,
-    first: np.ndarray,
-) -> list[dict[str, np.ndarray]]:
-    """Cuts step-wide arrays into microbatches."""
-    bounds, document = token_bounds.tolist(), first.tolist()
-    microbatches = []
-    for m in range(len(longest)):
-        a, b, d, e = bounds[m], bounds[m + 1], document[m], document[m + 1]
-        views = {name: array[a:b] for name, array in wide.items()}
-        views |= {name: array[d + m : e + m + 1] for name, array in cumulative.items()}
-        views |= {name: array[d:e] for name, array in per_document.items()}
-        views["max_seqlen"] = longest[m, ...]
-        microbatches.append(views)
-    return microbatches

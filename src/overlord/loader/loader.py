@@ -14,6 +14,9 @@ from overlord.messages import Announce, Cursor, Evaluate, Evaluated, Found, Pop,
 Command = Read | Evaluate | Announce
 
 BLOCK_S = 0.016  # a block of rows should cost about this much: 80 times the 0.2 ms of a round trip, short enough to interleave
+# Rows of the first block read ahead; each is twice the one before until blocks cost what they should. With hundreds of sources step 1
+# would else wait until all have read several steps ahead.
+FIRST_BLOCK = 8
 GROUPS_AHEAD = 8  # groups a loader may open beyond the one the planner draws from; windows in memory are bounded by the level
 
 
@@ -22,11 +25,13 @@ class Loader:
 
     def __init__(
         self, number: int, order: SourceOrder, *, epochs: int | None, loader: int = 0, loaders: int = 1,
-        cursor: Cursor | None = None, block_rows: int = 32, budget_bytes: int = 2**26,
+        cursor: Cursor | None = None, block_rows: int = 32, budget_bytes: int = 2**26, generation: int = 0,
     ):  # fmt: skip
         cursor = cursor or Cursor()
+        self.generation, self._epochs = generation, epochs
         self.number, self._order, self._loader, self._loaders = number, order, loader, loaders
         self._block_rows, self._budget = block_rows, budget_bytes
+        self._grown = FIRST_BLOCK // 2
         self._groups = order.groups_from(cursor.epoch, cursor.group, epochs)
         self._after: Cursor | None = cursor if cursor.file >= 0 else None
         self._window = cursor.window
@@ -42,6 +47,13 @@ class Loader:
         self.ready_bytes = 0
         self._bytes_per_sample = self._row_s = 0.0
         self._next_group()
+
+    def again(self, cursor: Cursor, generation: int) -> Loader:
+        """The same loader from a cursor on, with nothing held."""
+        return Loader(
+            self.number, self._order, epochs=self._epochs, loader=self._loader, loaders=self._loaders, cursor=cursor,
+            block_rows=self._block_rows, budget_bytes=self._budget, generation=generation,
+        )  # fmt: skip
 
     def handle(self, event: Any, now: float = 0.0) -> list[Command]:
         match event:
@@ -59,7 +71,7 @@ class Loader:
                 return self._evaluated(event) + self._next_work()
             case ReadFailed(error=error):
                 self._busy, self._done = "", True
-                return [Announce(self.number, self._epoch, self._group, self._window, None, error=error)]
+                return [Announce(self.number, self._epoch, self._group, self._window, None, error=error, generation=self.generation)]
             case _:
                 raise TypeError(f"a loader does not know {type(event).__name__}")
         return self._next_work()
@@ -84,7 +96,8 @@ class Loader:
 
     def _announce(self, found: Any) -> Announce:
         closes = self._rows == 0
-        news = Announce(self.number, self._epoch, self._group, self._window, found, closes, closes and not self._chunks)
+        last = closes and not self._chunks
+        news = Announce(self.number, self._epoch, self._group, self._window, found, closes, last, generation=self.generation)
         if closes:
             self._closed = True
             self._window += 1
@@ -108,12 +121,12 @@ class Loader:
         while not self._busy and not self._done and self._wanted():
             if self._rows:
                 self._busy = f"turning rows of window {self._window} into samples"
-                commands.append(Evaluate(self.number, min(self._rows, self._block()), self.ready < self._must))
+                rows = min(self._rows, self._block())
+                commands.append(Evaluate(self.number, rows, self.ready < self._must, self.generation))
             elif self._chunks:
                 self._busy = f"reading window {self._window} of group {self._group}, epoch {self._epoch}"
-                commands.append(
-                    Read(self.number, self._epoch, self._group, self._window, self._chunks, self._after, self.ready < self._must)
-                )
+                at, urgent = (self._epoch, self._group, self._window), self.ready < self._must
+                commands.append(Read(self.number, *at, self._chunks, self._after, urgent, self.generation))
             else:
                 commands.append(self._announce(None))
         return commands
@@ -132,8 +145,9 @@ class Loader:
         """
         if self.ready < self._must:
             return self._must - self.ready
-        worth = int(BLOCK_S / self._row_s) if self._row_s > 0 else 0
-        return max(self._block_rows, self._level - self.ready, worth)
+        worth = max(self._block_rows, int(BLOCK_S / self._row_s) if self._row_s > 0 else 0)
+        self._grown = min(2 * self._grown, 2**20)
+        return max(self._level - self.ready, min(worth, self._grown))
 
     def set_budget(self, nbytes: int) -> None:
         """What it may hold ready from now on: sources that join share one budget."""

@@ -215,6 +215,7 @@ def explain_step(stage: Stage, known: Known) -> StepExplanation:
 def weights_from(stage: Stage, job: Job) -> str:
     """What set the weights that a step was drawn with."""
     after, step = stage.after, stage.plan.step
+    assert isinstance(after, StreamState), "who explains has the planner's own stages"
     since = "" if after.mix_step == step else f", in force since step {after.mix_step} (mix_every={job.mix_every!r})"
     if change := latest(after.events, -1, after.mix_step):
         return f"set_mixture from step {change[0].at}{since}"

@@ -97,7 +97,7 @@ def watch(session: Session, ranks: Sequence[int], steps: int | None = None) -> I
             taken = [next(client) for client in clients]
         except StopIteration:
             return
-        yield Taken(taken[0]._stage.plan, tuple(taken), time.perf_counter() - start)
+        yield Taken(session.plan(taken[0].step), tuple(taken), time.perf_counter() - start)
 
 
 def interruptible(work: Callable[[], T]) -> T:

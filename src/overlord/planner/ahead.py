@@ -57,6 +57,16 @@ class Reserve:
         record.loader = np.concatenate([record.loader, loader])
         self._open[i] = record.open()
 
+    def give_back(self, i: int) -> tuple[np.ndarray, int]:
+        """A source is read again: ages of its samples, to be pulled again, and how many rows of payload are held no more."""
+        record = self._records[i]
+        held = record.number[(record.age != TAKEN) & (record.number != PENDING)]
+        for other in self._records if len(held) else ():
+            other.number[other.number > held[-1]] -= len(held)  # a source's held rows are numbered through
+        self.held -= len(held)
+        self._records[i], self._open[i] = _Record(), 0
+        return record.age, len(held)
+
     def number(self, n_loaders: int) -> np.ndarray:
         """Give the rows pulled since the last stage their numbers: behind the held ones, loader by loader. Returns pops by loader."""
         pending = [(r, np.flatnonzero(r.number == PENDING)) for r in self._records]

@@ -39,6 +39,11 @@ class Demand:
         more = np.zeros(loaders, np.int64)
         self._must, self._held = np.concatenate([self._must, more]), np.concatenate([self._held, more])
 
+    def reopened(self, i: int) -> list[Refill]:
+        """The loaders of a source begin again: they hold nothing, and have heard nothing."""
+        self._held[self.of(i)] = self._must[self.of(i)] = 0
+        return [Refill(loader, 0, self._share(i)) for loader in self.of(i)] if self._level[i] else []
+
     def announced(self, loader: int, samples: int) -> None:
         self._held[loader] += samples
 
@@ -58,7 +63,7 @@ class Demand:
 
     def move_horizon(self, i: int, group: int) -> list[Refill]:
         """The stream has come to another group: its loaders may open groups further on."""
-        return [Refill(loader, 0, self._share(i), group + GROUPS_AHEAD) for loader in self._of(i)]
+        return [Refill(loader, 0, self._share(i), group + GROUPS_AHEAD) for loader in self.of(i)]
 
     def keep_ahead(self, counts: np.ndarray) -> list[Refill]:
         """Keep loaders a few steps ahead. They refill by themselves; they hear only of a level that changed."""
@@ -67,10 +72,10 @@ class Demand:
             level = int(counts[i]) * self._read_ahead + 1
             if level > self._level[i] or 4 * level < self._level[i]:
                 self._level[i] = level
-                commands += [Refill(loader, 0, self._share(i)) for loader in self._of(i)]
+                commands += [Refill(loader, 0, self._share(i)) for loader in self.of(i)]
         return commands
 
-    def _of(self, i: int) -> range:
+    def of(self, i: int) -> range:
         return range(int(self.first[i]), int(self.first[i + 1]))
 
     def _share(self, i: int) -> int:

@@ -93,7 +93,12 @@ class Log:
 
     def completed(self, state: StreamState, names: Sequence[str]) -> StreamState:
         """A state of the sources of these names with all that was said since its step was planned."""
-        late = [e for e in self._events if last_step(e) >= state.step and all(e is not known for known in state.events)]
+        late, held = list[Event](), list(state.events)
+        for e in self._events:  # what was said twice is there twice; a state that came from another process has copies
+            if e in held:
+                held.remove(e)
+            elif last_step(e) >= state.step:
+                late.append(e)
         since = {key: r for key, r in self._reports.items() if state.step - self._lag <= r.step < state.step}
         reports: Iterable[Report] = state.reports
         if since:

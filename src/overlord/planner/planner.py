@@ -22,7 +22,10 @@ from overlord.messages import (
     Cursor,
     Detach,
     Finish,
+    Forget,
+    Open,
     Refill,
+    Reopen,
     Report,
     SetMixture,
     Skip,
@@ -41,7 +44,7 @@ from overlord.planner.spec import Ledger, NewSource, PlannerSpec, SourceSpec, in
 from overlord.planner.stream import Piece, SourceStream
 from overlord.sample import Buffer
 
-Command = Refill | Stage | Finish
+Command = Refill | Stage | Finish | Forget | Open
 
 
 class Planner:
@@ -53,6 +56,7 @@ class Planner:
         self._state = state
         self._streams = [_stream(s, Cursor(*c)) for s, c in zip(spec.sources, state.cursors.tolist(), strict=True)]
         self._demand = Demand([s.loaders for s in spec.sources], spec.read_ahead)
+        self._generations = [0] * len(spec.sources)  # of each source's loaders: how often it was opened again
         draws = spec.batch.microbatches if spec.mix_every == "microbatch" else 1
         self._drawer = Drawer(
             samples=spec.batch.samples, tokens=spec.batch.tokens, draws=draws, random=spec.draw == "random",
@@ -77,6 +81,8 @@ class Planner:
         match event:
             case Announce():
                 source = self._demand.source_of[event.loader]
+                if event.generation != self._generations[source]:
+                    return []
                 self._demand.announced(event.loader, len(event.found) if event.found is not None else 0)
                 stream, group = self._streams[source], self._streams[source].group
                 stream.add(event, event.loader - int(self._demand.first[source]))
@@ -92,7 +98,9 @@ class Planner:
                 self._consumed.setdefault(rank, self._state.step - 1)
             case Detach(rank=rank):
                 self._consumed.pop(rank, None)
-            case Finish():  # a constructor cannot build this step: no later one is planned
+            case Finish(step=step):  # a constructor cannot build this step: no later one is planned
+                if self._finished is not None and self._finished.step <= step:
+                    return []
                 self._finished = event
                 self._waiting = {}
                 return [event]
@@ -100,6 +108,8 @@ class Planner:
                 self._add_event(event)
             case NewSource():
                 self._add_source(event)
+            case Reopen(source=source):
+                return self._reopen(source)
             case Report():
                 self._mixture.report(event)
                 return []
@@ -134,11 +144,32 @@ class Planner:
         self._state = widened(replace(state, events=(*joined(state.events), new.event, *_others(state.events))), n)
         self._streams.append(_stream(new.source, Cursor()))
         self._demand.grow(new.source.loaders)
+        self._generations.append(0)
         if self._reserve is not None:
             self._reserve.grow()
         self._mixture.widen(n)
         self._weights = self._mixture.weights
         self.ledger.widen()
+
+    def _reopen(self, i: int) -> list[Command]:
+        """A source as a restart would find it: a fresh stream at the cursor, and what was pulled beyond is pulled again. Nothing is
+        drawn, listed or counted by that, so it does not show in the stream."""
+        if self._finished:
+            return []  # nothing is read any more
+        cursor, commands = Cursor(*self._state.cursors[i].tolist()), list[Command]()
+        self.ledger.counted_before(i, -self._streams[i].dropped)
+        self._streams[i] = _stream(self.spec.sources[i], cursor)
+        self._generations[i] += 1
+        if self._reserve is not None:
+            ages, held = self._reserve.give_back(i)
+            if len(ages):
+                self._replay[i] = ages
+            if held:
+                commands.append(Forget(tuple(self._demand.of(i))))
+        commands += [Open(loader, cursor, self._generations[i]) for loader in self._demand.of(i)]
+        ahead = self._demand.reopened(i)
+        self._waiting = {}  # a draw that waits asks anew
+        return [*commands, *(ahead if self._state.active[i] else ()), *self._plan_ahead()]
 
     # planning
 
@@ -335,7 +366,8 @@ class Planner:
             ahead=() if self._reserve is None else self._reserve.ages(), **self._mixture.saved(),
         )  # fmt: skip
         unseen = skipped(state.events, state.step, state.step + 1)
-        return Stage(plan, pops, doc, plan.digest(), self._state, unseen, kept, loader.astype(np.int32))
+        valid = int(np.maximum(plan.tokens - 1, 0).sum())
+        return Stage(plan, pops, doc, plan.digest(), self._state, unseen, kept, loader.astype(np.int32), valid)
 
     # what others may ask
 
@@ -360,6 +392,11 @@ class Planner:
     @property
     def next_step(self) -> int:
         return self._state.step
+
+    @property
+    def finished(self) -> Finish | None:
+        """Where the job ends, once that is known."""
+        return self._finished
 
     @property
     def open_step(self) -> int:

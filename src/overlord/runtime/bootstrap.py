@@ -6,8 +6,8 @@ import copy
 import functools
 import inspect
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from overlord.job import Job, Source
 from overlord.loader.loader import Loader
 from overlord.loader.order import SourceOrder
 from overlord.loader.reader import SourceReader
-from overlord.messages import AddSource, Cursor, StreamState
+from overlord.messages import AddSource, Cursor, Opening, StreamState
 from overlord.planner.planner import Planner
 from overlord.planner.schedule import bind
 from overlord.planner.schedulebase import has_state, learns
@@ -37,6 +37,28 @@ from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.worker import TransformWorker
 
 STATE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SourceKit:
+    """What reads a source. Made once, where the job is launched; it goes to other processes when they are started."""
+
+    order: SourceOrder
+    index: Index
+    read: ReadOptions
+    pipeline: Pipeline
+    epochs: int | None
+    processes: bool  # its transforms hold the interpreter's lock, or are asked to run apart
+
+
+def open_loader(kit: SourceKit, opening: Opening, handles: HandleCache) -> tuple[Loader, SourceReader, TransformWorker | None]:
+    """One logical loader at a place of its source's stream."""
+    o, worker = opening, TransformWorker(kit.pipeline) if kit.processes else None
+    loader = Loader(
+        o.loader, kit.order, epochs=kit.epochs, loader=o.share, loaders=o.shares, cursor=o.cursor, budget_bytes=o.budget_bytes,
+        generation=o.generation,
+    )  # fmt: skip
+    return loader, SourceReader(kit.order, ChunkReader(kit.index, options=kit.read, cache=handles), worker or kit.pipeline), worker
 
 
 class Blueprint:
@@ -76,8 +98,8 @@ class Blueprint:
             files=tuple(f.path for f in self.indexes[i].files), meta=self.pipelines[i].meta_names, weight=float(source.weight),
         )  # fmt: skip
 
-    def host(self, executor: Executor, state: StreamState | None = None) -> Host:
-        """One set of cores that starts at a state."""
+    def planner(self, state: StreamState | None = None) -> Planner:
+        """The planner core at a state."""
         job, options, schedule = self.job, self.options, schedule_of(self.job, self.added)
         spec = PlannerSpec(
             sources=tuple(self._source_spec(i) for i in range(len(job.sources))),
@@ -86,26 +108,49 @@ class Blueprint:
             look_ahead=job.look_ahead, max_age=job.max_age, prefer=getattr(schedule, "prefer", None), overflow=job.overflow,
             prefetch=options.prefetch, read_ahead=options.read_ahead,
         )  # fmt: skip
-        state = state or initial_state(spec)
-        cores = [core for i in range(len(job.sources)) for core in self.loaders_for(i, Cursor(*state.cursors[i].tolist()))]
-        buckets = job.place.buckets("DP")
+        return Planner(spec, state or initial_state(spec))
+
+    def host(self, executor: Executor, state: StreamState | None = None) -> Host:
+        """One set of cores that starts at a state, all in this process."""
+        job, planner = self.job, self.planner(state)
+        cursors = planner.state().cursors.tolist()
+        cores = [core for i in range(len(job.sources)) for core in self.loaders_for(i, Cursor(*cursors[i]))]
         return Host(
-            planner=Planner(spec, state), loaders=[loader for loader, _ in cores], readers=[reader for _, reader in cores],
-            assemblers=[Assembler(b, ranks) for b, ranks in enumerate(buckets)],
-            batch=job.batch, multiple=job.document_multiple, executor=executor, check=options.check,
+            planner=planner, loaders=[loader for loader, _ in cores], readers=[reader for _, reader in cores],
+            assemblers=[
+                Assembler(b, ranks, self.options.build_ahead or self.options.prefetch) for b, ranks in enumerate(job.place.buckets("DP"))
+            ],
+            batch=job.batch, multiple=job.document_multiple, executor=executor, check=self.options.check,
             hooks=tuple(job.hooks), seed=job.seed,
         )  # fmt: skip
 
+    def with_loaders(self, loaders: Sequence[int]) -> Blueprint:
+        """This blueprint with so many loaders for each source."""
+        other = copy.copy(self)
+        other.options = replace(self.options, loaders=dict(zip(self.job.names, loaders, strict=True)))
+        return other
+
     def loaders_for(self, i: int, cursor: Cursor) -> list[tuple[Loader, SourceReader]]:
-        """The loaders of one source, and what reads for them. Loaders are numbered source by source."""
-        source, n, first = self.job.sources[i], self.loaders_of(i), sum(map(self.loaders_of, range(i)))
-        return [
-            (
-                Loader(first + k, self.orders[i], epochs=source.epochs, loader=k, loaders=n, cursor=cursor, budget_bytes=self.budget_bytes),
-                SourceReader(self.orders[i], self._chunk_reader(i), self._stages(i)),
-            )
-            for k in range(n)
-        ]
+        """The loaders of one source, and what reads for them."""
+        kit, made = self.kit(i), []
+        for opening in self.openings(i, cursor):
+            loader, reader, worker = open_loader(kit, opening, self.handles)
+            self._workers += [worker] if worker is not None else []
+            made.append((loader, reader))
+        return made
+
+    def openings(self, i: int, cursor: Cursor) -> list[Opening]:
+        """The loaders of one source as they begin. Loaders are numbered source by source."""
+        n, first = self.loaders_of(i), sum(map(self.loaders_of, range(i)))
+        return [Opening(first + k, i, k, n, cursor, self.budget_bytes) for k in range(n)]
+
+    def kit(self, i: int) -> SourceKit:
+        """All that it takes to read a source, here or in another process."""
+        source = self.job.sources[i]
+        return SourceKit(
+            order=self.orders[i], index=self.indexes[i], read=self._read_options(source, self.pipelines[i]), pipeline=self.pipelines[i],
+            epochs=source.epochs, processes=self.pipelines[i].holds_lock or source.workers != "threads",
+        )  # fmt: skip
 
     @property
     def budget_bytes(self) -> int:
@@ -153,16 +198,6 @@ class Blueprint:
         other.added, other.job = added, _bound(self.given, self.indexes, added)
         other.fingerprint = fingerprint(other.job, self.indexes, self.pipelines, added)
         return other
-
-    def _chunk_reader(self, i: int) -> ChunkReader:
-        return ChunkReader(self.indexes[i], options=self._read_options(self.job.sources[i], self.pipelines[i]), cache=self.handles)
-
-    def _stages(self, i: int) -> Any:
-        if not self.pipelines[i].holds_lock and self.job.sources[i].workers == "threads":
-            return self.pipelines[i]
-        worker = TransformWorker(self.pipelines[i])
-        self._workers.append(worker)
-        return worker
 
     @property
     def workers(self) -> int:

@@ -13,14 +13,12 @@ from overlord.errors import OverlordError
 if TYPE_CHECKING:
     from overlord.placetree import ClientPlaceTree
 
-RUNTIMES = ("process", "ray")
+RUNTIMES = ("ray",)
 # Launch options: the value that says what is done today, and what that is.
 OPTIONS: Mapping[str, tuple[Any, str]] = {
     "partition": (None, "every source has one loader, or as many as loaders= gives it"),
     "autoscale": (False, "the number of loaders stays as it is at launch"),
     "shadows": ("none", "no loader has a stand-by"),
-    "constructors": (True, "every data-parallel group has a constructor"),
-    "sources_per_host": (None, "all sources are hosted in this process"),
 }
 
 
@@ -46,11 +44,3 @@ class LaterMethods:
     def reshard(self, place: ClientPlaceTree, at: int | None = None) -> NoReturn:
         """Not available in this version."""
         raise not_available("reshard", "save session.state_dict(), close, and launch the job with the new place and resume=state")
-
-    def kill(self, name: str) -> NoReturn:
-        """Not available in this version."""
-        raise not_available("kill", "all actors live in this process; worker processes have their pid in metrics()['actors']")
-
-    def serve(self, *args: Any, **options: Any) -> NoReturn:
-        """Not available in this version."""
-        raise not_available("serve", "launch the job in the process that iterates its clients")

@@ -9,7 +9,8 @@ from typing import Any
 from overlord.errors import JobError
 from overlord.job import Job
 from overlord.runtime.bootstrap import Blueprint
-from overlord.runtime.later import RUNTIMES
+from overlord.runtime.engines import RUNTIMES
+from overlord.runtime.later import RUNTIMES as LATER
 from overlord.runtime.options import Options
 from overlord.runtime.session import Session
 
@@ -17,30 +18,40 @@ from overlord.runtime.session import Session
 def launch(
     job: Job, runtime: str = "local", resume: Mapping[str, Any] | None = None, *, allow: tuple[str, ...] = (), **options: Any
 ) -> Session:
-    """Start a job. ``runtime``: ``"local"`` embeds it in this process. ``resume``: a state to go on from.
+    """Start a job. ``runtime``: ``"local"`` embeds it in this process, ``"process"`` hosts its loaders and constructors in processes
+    of this machine. ``resume``: a state to go on from.
 
     Options (none changes the stream): prefetch=4, loaders={"web": 3}, workers=, read_ahead=2, buffer_bytes=, open_bytes=,
-    open_files=, cache_dir=, stall_warn_s=30, stall_limit_s=600, progress=callback(done, total). Others are still to come:
-    partition, autoscale, shadows, constructors, sources_per_host.
+    open_files=, cache_dir=, stall_warn_s=30, stall_limit_s=540 (NCCL gives up after 600), on_stall=callback(words, seconds),
+    progress=callback(done, total). Of the process runtime: sources_per_host=, hosts=, constructor_hosts=, ring_bytes=, constructors=True.
+    Others are still to come: partition, autoscale, shadows.
     """
     if not isinstance(job, Job):
         raise JobError([f"wanted a Job, found {type(job).__name__}"], "launch")
     if problems := _launch_problems(runtime, resume, allow):
         raise JobError(problems, "launch")
-    blueprint = Blueprint(job, Options.of(options))
+    given = Options.of(options)
+    if given.constructors is False and runtime != "process":
+        raise JobError(["constructors: False is for runtime='process'; in one process there is no hop to leave out"], "launch")
+    if runtime == "process":
+        from overlord import forking  # processes: for those who ask for them
+
+        forking.warm_up()  # while files are indexed
+    blueprint = Blueprint(job, given)
     if resume is None:
-        return Session(job, blueprint, None)
+        return Session(job, blueprint, None, runtime)
     blueprint = blueprint.fitting(resume)
     state = blueprint.restore(resume, allow)
-    return Session(job, blueprint, state)
+    return Session(job, blueprint, state, runtime)
 
 
 def _launch_problems(runtime: Any, resume: Any, allow: Any) -> list[str]:
     found = []
-    if runtime in RUNTIMES:
-        found.append(f"runtime: {runtime!r} is not available in this version; 'local' is")
-    elif runtime != "local":
-        found.append(f"runtime: wanted 'local', found {runtime!r}")
+    known = "'local' (in this process) or 'process' (in processes of this machine)"
+    if runtime in LATER:
+        found.append(f"runtime: {runtime!r} is not available in this version; wanted {known}")
+    elif runtime not in RUNTIMES:
+        found.append(f"runtime: wanted {known}, found {runtime!r}")
     if resume == "auto":
         found.append("resume: 'auto' needs a journal, which is not available in this version; give a state that state_dict() gave")
     elif isinstance(resume, (str, PathLike)):

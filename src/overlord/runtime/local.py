@@ -23,6 +23,7 @@ log = logging.getLogger("overlord")
 INLINE_S = 0.005
 TURN_S = 0.02  # short work may lead to more short work for ever: so long at a time
 SLOW_S = 0.020  # work done in the pump that took this long is not done there again soon
+WAITING = 32  # reads of stores at a time: they wait for answers, not for a core
 
 
 class Pump:
@@ -34,10 +35,11 @@ class Pump:
         self._thread = threading.Thread(target=self._loop, name=f"overlord-pump-{name}", daemon=True)
         self.broken: BaseException | None = None
         self.turn = 0.0  # when the call that is running began
+        self._after: Callable[[], None] = lambda: None
 
-    def start(self, failed: Callable[[BaseException], None]) -> None:
-        """``failed`` is told of an error that no core could handle; nothing is pumped after it."""
-        self._failed = failed
+    def start(self, failed: Callable[[BaseException], None], after: Callable[[], None] = lambda: None) -> None:
+        """``failed`` is told of an error that no core could handle; nothing is pumped after it. ``after`` runs behind calls."""
+        self._failed, self._after = failed, after
         self._thread.start()
 
     def post(self, call: Callable[[], None]) -> None:
@@ -72,10 +74,15 @@ class Pump:
         return result
 
     def _loop(self) -> None:
+        told = 0.0
         while (call := self._calls.get()) is not None:
             self.turn = time.perf_counter()
             try:
                 call()
+                # Several calls in a row lead to one message, unless that would be late.
+                if self._calls.empty() or time.perf_counter() - told > TURN_S:
+                    self._after()
+                    told = time.perf_counter()
             except BaseException as error:
                 self.broken = error
                 log.exception("the pump stopped")
@@ -96,36 +103,74 @@ Done = Callable[[Any, BaseException | None], None]
 _Task = tuple[str, Callable[[], Any], Done, int]
 
 
+class _Lane:
+    """Daemon threads and the work before them; what a step waits for goes first. One more starts when all are busy, up to ``most``."""
+
+    def __init__(self, name: str, most: int, run: Callable[[_Task], None]):
+        self._name, self._most, self._run = name, most, run
+        self._urgent, self._later = deque[_Task](), deque[_Task]()
+        self._changed = threading.Condition()
+        self._idle = 0
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+
+    def put(self, task: _Task, urgent: bool) -> None:
+        with self._changed:
+            (self._urgent if urgent else self._later).append(task)
+            if len(self._urgent) + len(self._later) > self._idle and len(self._threads) < self._most and not self._closed:
+                self._threads.append(threading.Thread(target=self._loop, name=f"{self._name}-{len(self._threads)}", daemon=True))
+                self._threads[-1].start()
+            self._changed.notify()
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                while not self._urgent and not self._later and not self._closed:
+                    self._changed.wait()
+                self._idle -= 1
+                if self._closed:
+                    return
+                task = (self._urgent or self._later).popleft()
+            self._run(task)
+            del task
+
+    def close(self, timeout_s: float) -> None:
+        """Stop taking work. A thread in the middle of a read is left to end by itself: it is a daemon."""
+        with self._changed:
+            self._closed = True
+            self._urgent.clear()
+            self._later.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout_s / max(1, len(self._threads)))
+
+
 class ThreadExecutor:
-    """A few daemon threads; what a step waits for goes before what is read ahead.
+    """A few threads for work, and more for reads that wait for a store: one that does not answer must not hold up the others.
 
     Work that has shown to be short is done at once, in the pump. Long work of the same name goes to the threads again as soon
-    as it is seen to be long; a read that waits for a disk or a store is long.
+    as it is seen to be long; a read that waits for a disk is long.
     """
 
     def __init__(self, workers: int, pump: Pump, inline_s: float = INLINE_S):
         self._pump = pump
-        self._urgent, self._later = deque[_Task](), deque[_Task]()
         self._inline_s = inline_s
         self._seconds: dict[str, list[float]] = {}  # name -> seconds for a unit of its work, the last four times
-        self._changed = threading.Condition()
-        self._closed = False
-        self._threads = [threading.Thread(target=self._loop, name=f"overlord-worker-{i}", daemon=True) for i in range(workers)]
-        for thread in self._threads:
-            thread.start()
+        self._workers = _Lane("overlord-worker", workers, self._run)
+        self._waiting = _Lane("overlord-store", max(workers, WAITING), self._run)
 
-    def submit(self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False) -> None:
+    def submit(self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False, waits: bool = False) -> None:
         # The least of four: waiting for the interpreter lock lengthens some, waiting for storage lengthens all.
-        if size * min(self._seconds.get(name, (1.0,))) < self._inline_s:
+        if not waits and size * min(self._seconds.get(name, (1.0,))) < self._inline_s:
             outcome = self._do(name, work, size)
             if time.perf_counter() - self._pump.turn < TURN_S:
                 done(*outcome)
             else:  # others wait for the pump: what this leads to comes behind them
                 self._pump.post(lambda: done(*outcome))
             return
-        with self._changed:
-            (self._urgent if urgent else self._later).append((name, work, done, size))
-            self._changed.notify()
+        (self._waiting if waits else self._workers).put((name, work, done, size), urgent)
 
     def _do(self, name: str, work: Callable[[], Any], size: int) -> tuple[Any, BaseException | None]:
         start = time.perf_counter()
@@ -138,25 +183,11 @@ class ThreadExecutor:
             unit = took / max(1, size)
             self._seconds[name] = [unit] * 4 if took > SLOW_S else [*self._seconds.get(name, [])[-3:], unit]
 
-    def _loop(self) -> None:
-        while True:
-            with self._changed:
-                while not self._urgent and not self._later and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                name, work, done, size = (self._urgent or self._later).popleft()
-            outcome, failure = self._do(name, work, size)
-            self._pump.post(lambda done=done, outcome=outcome, failure=failure: done(outcome, failure))  # type: ignore[misc]
-            del work, done, outcome, failure
+    def _run(self, task: _Task) -> None:
+        name, work, done, size = task
+        outcome, failure = self._do(name, work, size)
+        self._pump.post(lambda: done(outcome, failure))
 
     def close(self, timeout_s: float = 0.5) -> None:
-        """Stop taking work. A thread in the middle of a read is left to end by itself: it is a daemon."""
-        with self._changed:
-            self._closed = True
-            self._urgent.clear()
-            self._later.clear()
-            self._changed.notify_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout_s / max(1, len(self._threads)))
+        self._workers.close(timeout_s / 2)
+        self._waiting.close(timeout_s / 2)

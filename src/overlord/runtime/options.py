@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from overlord.errors import JobError
+from overlord.hooks import CONSTRUCTOR, of_kind
 from overlord.job import Job, did_you_mean
 from overlord.planner.schedulebase import learns
 from overlord.runtime import later
@@ -20,6 +21,7 @@ class Options:
     """Launch options: none of them changes the stream."""
 
     prefetch: int = 4
+    build_ahead: int | None = None  # steps of the window that are built; None: all in one process, 2 in several, the others wait as payload
     loaders: Mapping[str, int] | None = None  # loaders per source; 1 where not named
     workers: int | None = None  # threads that read, transform and build
     read_ahead: int = 2  # steps' worth of samples held ready beyond the draw
@@ -28,14 +30,18 @@ class Options:
     open_files: int = 512
     cache_dir: str | Path | None = None
     stall_warn_s: float = 30.0
-    stall_limit_s: float = 600.0
+    stall_limit_s: float = 540.0  # below the ten minutes after which NCCL ends a job without saying why
+    on_stall: Callable[[str, float], None] | None = None  # told (what is waited for, seconds) in place of the warning
     check: bool = False  # check every core's invariants after every command (slow; for tests)
     progress: Callable[[int, int], None] | None = None  # told (sources indexed, of how many)
+    sources_per_host: int | None = None  # sources that share a loader host; None: about 25, fewer hosts than cores
+    hosts: int | None = None  # cores that loader hosts may use; None: all of this machine
+    constructor_hosts: int | None = None  # processes that constructors share; None: one for four cores
+    ring_bytes: int | None = None  # of shared memory that one host may use; None: a quarter of the machine's memory
+    constructors: bool = True  # False: loader hosts send to every client, and each builds for itself; for measurement
     partition: str | None = None  # from here on: values other than these are still to come
     autoscale: bool = False
     shadows: str = "none"
-    constructors: bool = True
-    sources_per_host: int | None = None
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Options:
@@ -54,10 +60,14 @@ class Options:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 found.append(f"{name}: wanted a number of seconds, found {value!r}")
-        if self.workers is not None and (not _is_int(self.workers) or self.workers < 1):
-            found.append(f"workers: wanted a whole number of at least 1, found {self.workers!r}")
+        for name in ("build_ahead", "workers", "hosts", "constructor_hosts", "sources_per_host", "ring_bytes"):
+            if (value := getattr(self, name)) is not None and (not _is_int(value) or value < 1):
+                found.append(f"{name}: wanted a whole number of at least 1, found {value!r}")
+        found += self._constructor_problems(job)
         if self.cache_dir is not None and not isinstance(self.cache_dir, (str, Path)):
             found.append(f"cache_dir: wanted a directory, found {self.cache_dir!r}")
+        if self.on_stall is not None and not callable(self.on_stall):
+            found.append(f"on_stall: wanted a function of (what is waited for, seconds), found {self.on_stall!r}")
         if self.progress is not None and not callable(self.progress):
             found.append(f"progress: wanted a function of (sources indexed, of how many), found {self.progress!r}")
         found += self._loader_problems(job)
@@ -72,6 +82,13 @@ class Options:
         wrong = {name: n for name, n in self.loaders.items() if name in job.names and (not _is_int(n) or n < 1)}
         return found + [f"loaders: wanted a whole number of at least 1 for {name!r}, found {n!r}" for name, n in wrong.items()]
 
+    def _constructor_problems(self, job: Job) -> list[str]:
+        if not isinstance(self.constructors, bool):
+            return [f"constructors: wanted True or False, found {self.constructors!r}"]
+        if self.constructors or not of_kind(job.hooks, CONSTRUCTOR):
+            return []
+        return ["constructors: without them clients build, and code does not travel to them: leave out the job's constructor_do_plan"]
+
     def _lag_problems(self, job: Job) -> list[str]:
         """A plan must not be made before the report it uses can have come; jobs without feedback have no such bound."""
         if not learns(job.mixture) or job.feedback_lag >= self.prefetch + 2:
@@ -82,8 +99,17 @@ class Options:
         ]
 
 
+def n_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+
+
+def ring_bytes(options: Options) -> int:
+    """Slots are made as they are needed and used again, so this is a bound and no reservation."""
+    return options.ring_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
 def n_workers(options: Options) -> int:
-    return options.workers or max(2, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))
+    return options.workers or max(2, min(8, n_cores()))
 
 
 def _is_int(value: object) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from overlord.errors import PlanError
 from overlord.job import Job
-from overlord.observe.metrics import actors, job_metrics, loader_name
+from overlord.observe.metrics import actors, added_up, job_metrics, loader_name
 from overlord.plan import LoadingPlan
 from overlord.sample import Buffer
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from overlord.observe.explain import Explanation, Known
     from overlord.planner.dgraph import DGraph
     from overlord.runtime.bootstrap import Blueprint
-    from overlord.runtime.host import Host
+    from overlord.runtime.engines import Engine
     from overlord.runtime.local import Pump
     from overlord.sample import SampleId
 
@@ -30,7 +30,7 @@ class Questions:
     job: Job
     _blueprint: Blueprint
     _clients: Mapping[int, Client]
-    _host: Host
+    _host: Engine
     _pump: Pump
     _start_state: StreamState
     _started: float
@@ -69,7 +69,7 @@ class Questions:
         return Known(
             job=self.job, names=host.planner.spec.names, indexes=tuple(made.indexes), orders=tuple(made.orders),
             stages=tuple(host.plans), quarantine=tuple(host.planner.ledger.quarantine), state=host.planner.state(),
-            start=self._start_state.step, loaders=tuple(loader_name(c, r) for c, r in zip(host.loaders, host.readers, strict=True)),
+            start=self._start_state.step, loaders=tuple(loader_name(row) for row in host.figures()["loaders"]),
         )  # fmt: skip
 
     def summary_buffer(self) -> Buffer:
@@ -95,15 +95,23 @@ class Questions:
         return self._pump.ask(self._metrics, "the pump")
 
     def _metrics(self) -> dict[str, Any]:
-        found = job_metrics(self._host, self.job.names)
+        figures = self._host.figures()
+        found = job_metrics(self._host.planner, figures, self.job.names)
         return {
             **found,
             "uptime_s": time.monotonic() - self._started,
             "feedback": {**found["feedback"], "invalid": self._refused},
-            "files": self._blueprint.handles.metrics(),
-            "clients": {r: {"steps": c.steps, "waited_s": c.waited_s, "ready": len(c._inbox)} for r, c in list(self._clients.items())},
-            "actors": actors(self._host, list(self._clients)),
+            "files": added_up([self._blueprint.handles.metrics(), *figures.get("files", ())]),
+            "clients": {r: _client_row(c, figures.get("clients", {}).get(r, {})) for r, c in list(self._clients.items())},
+            "actors": actors(figures, list(self._clients)),
+            "transfer": figures.get("transfer", {}),
         }
+
+
+def _client_row(client: Client, told: Mapping[str, Any]) -> dict[str, Any]:
+    """``told``: by its constructor host, which alone knows of a client in another process."""
+    waited_s, ready = max(client.waited_s, told.get("waited_s", 0.0)), max(len(client._inbox), told.get("kept", 0))
+    return {"steps": max(client.steps, told.get("steps", 0)), "waited_s": waited_s, "ready": ready}
 
 
 def step_number(what: str, step: Any) -> int:

@@ -11,47 +11,51 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from overlord.client.client import Client, Inbox
+from overlord.channel.seal import unseal
+from overlord.client.client import Box, Client, State
+from overlord.client.direct import DirectInbox
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError, PlanError, StateMismatch
 from overlord.hashing import digest
-from overlord.job import Job, Source
-from overlord.messages import Cursor, Report, SetMixture, Skip, StreamState
+from overlord.job import Job, Source, did_you_mean
+from overlord.messages import Report, SetMixture, Skip, StreamState
 from overlord.planner.events import Event, Log, said_of_all
 from overlord.planner.feedback import checked
 from overlord.planner.schedule import plain
 from overlord.planner.schedulebase import learns
 from overlord.runtime.bootstrap import Blueprint
-from overlord.runtime.host import Host
+from overlord.runtime.delivery import MOVED
+from overlord.runtime.engines import Engine, make_engine
+from overlord.runtime.inside import InsideBox
 from overlord.runtime.later import LaterMethods
-from overlord.runtime.local import Pump, ThreadExecutor
-from overlord.runtime.options import n_workers
+from overlord.runtime.local import Pump
 from overlord.runtime.questions import Questions
+from overlord.runtime.serving import Serving, ServingMethods
 
 log = logging.getLogger("overlord")
 
 if TYPE_CHECKING:
     pass
 
-MOVED = "another rank moved the session to a saved state; load the same state on this rank"
 WHY_S = 1.0  # how long a client waits to be told why it waits
 
 
-class Session(Questions, LaterMethods):
+class Session(Questions, ServingMethods, LaterMethods):
     """A running job. Use it as a context manager, or call ``close``."""
 
-    def __init__(self, job: Job, blueprint: Blueprint, state: StreamState | None):
-        self.job, self._blueprint = job, blueprint
+    def __init__(self, job: Job, blueprint: Blueprint, state: StreamState | None, runtime: str = "local"):
+        self.job, self._blueprint, self._runtime = job, blueprint, runtime
         self._blueprints = [blueprint]  # with each source that joined, one more: a state may be of before
         self._options = blueprint.options
         self._clients: dict[int, Client] = {}
-        self._inboxes: dict[int, tuple[int, Inbox]] = {}  # rank -> (generation, inbox)
+        self._inboxes: dict[int, tuple[int, Box]] = {}  # rank -> (generation, inbox)
         self._generation = 0
         self._mark = ""  # of the state that opened the generation
         self._closed = self._begun = False
+        self._serving: Serving | None = None
         self._lock = threading.RLock()  # for who takes part and how far they are; held for a moment only, by a signal's handler too
         self._moving = threading.Lock()  # one rank at a time moves the session to a state
         self._taken: dict[int, int] = {}  # rank -> last step it took
-        self._left: StreamState | None = None  # where the last client stood when it left
+        self._left: State | None = None  # where the last client stood when it left
         self._told = -1  # the last step all took, as the pump knows
         self._log = Log(job.feedback_lag)  # what some client's state may not hold yet
         self._learns = learns(job.mixture)
@@ -59,11 +63,9 @@ class Session(Questions, LaterMethods):
         self._warned = self._learns or not callable(job.mixture)
         self._started = time.monotonic()
         self._pump = Pump(job.name)
-        self._executor = ThreadExecutor(n_workers(self._options), self._pump)
         try:
-            self._host = blueprint.host(self._executor, state)
+            self._host = make_engine(runtime, blueprint, state, self._pump)
         except BaseException:
-            self._executor.close()
             blueprint.close()
             raise
         self._start_state = self._host.planner.state()
@@ -76,14 +78,15 @@ class Session(Questions, LaterMethods):
         if problem := self.job.place.rank_problem(rank):
             raise JobError([problem], "client")
         with self._lock:
+            seated = self._take_seat(rank)
             if rank in self._clients:
                 return self._clients[rank]
-            if self._begun:
+            if self._begun and seated is None:
                 raise OverlordError(
                     f"rank {rank}: the first step was asked for already, and no step is kept for a rank that comes later; open the "
                     "clients of all ranks of this process before iterating, or load a state on every rank"
                 )
-            inbox = Inbox()
+            inbox = seated or self._host.inbox(rank, self._start_state.step)
             self._inboxes[rank] = (self._generation, inbox)
             client = self._clients[rank] = Client(
                 rank, inbox, begin=self._begin, consumed=lambda box, step: self._consumed(rank, box, step),
@@ -91,6 +94,7 @@ class Session(Questions, LaterMethods):
                 rewind=lambda state, allow: self._rewind(rank, state, allow), start=self._start_state,
                 report=lambda box, step, metrics, next_step: self._report(rank, box, step, metrics, next_step),
                 close=lambda: self._detach(rank), stall_warn_s=self._options.stall_warn_s, stall_limit_s=self._options.stall_limit_s,
+                on_stall=self._options.on_stall,
             )  # fmt: skip
             return client
 
@@ -103,15 +107,17 @@ class Session(Questions, LaterMethods):
             host = self._host
         self._pump.ask(lambda: self._attach(host), "clients to be attached")
 
-    def _attach(self, host: Host) -> None:
+    def _attach(self, host: Engine) -> None:
         """In the pump. Who takes part is asked here: one who closed since this was sent for would hold up all others for ever."""
         with self._lock:
             boxes = {rank: inbox for rank, (_, inbox) in self._inboxes.items()} if host is self._host else {}
         host.attach(boxes)
 
-    def _consumed(self, rank: int, inbox: Inbox, step: int) -> None:
+    def _consumed(self, rank: int, inbox: Box, step: int) -> None:
         """A rank took a step. The pump hears of it once all clients of this process took it: the slowest sets the pace
         anyway, and waking a thread for every rank costs more than planning."""
+        if isinstance(inbox, (InsideBox, DirectInbox)):  # its constructor host is to know
+            inbox.took(step)
         with self._lock:
             if rank in self._inboxes and self._inboxes[rank][1] is inbox:  # else the client is closed, or of a generation that is over
                 self._taken[rank] = step
@@ -148,7 +154,8 @@ class Session(Questions, LaterMethods):
             return host.waiting_for(rank)
 
         try:
-            return self._pump.ask(act, "the pump", WHY_S)
+            words: str = self._pump.ask(act, "the pump", WHY_S)
+            return words if self._serving is None else self._serving.say(words)
         except DataStall:
             return "the pump, which is busy: with the strategy, the schedule, or work that was short before"
 
@@ -163,7 +170,7 @@ class Session(Questions, LaterMethods):
             blueprint, said = self._blueprint, self._log
         return self._export(slowest, blueprint, said)
 
-    def _export_of(self, rank: int, inbox: Inbox, state: StreamState) -> dict[str, Any]:
+    def _export_of(self, rank: int, inbox: Box, state: State) -> dict[str, Any]:
         """A client's state. What was said since belongs to the generation the client is in, and to no other."""
         with self._lock:
             if rank in self._inboxes and self._inboxes[rank][1] is not inbox:
@@ -171,11 +178,11 @@ class Session(Questions, LaterMethods):
             blueprint, said = self._blueprint, self._log
         return self._export(state, blueprint, said)
 
-    def _export(self, state: StreamState, blueprint: Blueprint, said: Log) -> dict[str, Any]:
+    def _export(self, state: State, blueprint: Blueprint, said: Log) -> dict[str, Any]:
         """A state with the events and reports that came after its step was planned: prefetch runs ahead of what a trainer says."""
 
         def act() -> dict[str, Any]:
-            return blueprint.export(said.completed(state, blueprint.job.names))
+            return blueprint.export(said.completed(_opened(state), blueprint.job.names))
 
         if not self._learns:
             return act()
@@ -189,11 +196,9 @@ class Session(Questions, LaterMethods):
         """Move the whole session to a saved state: every client goes on from there."""
         blueprint, restored = self._restore(state, allow)
         with self._moving:
-            self._restart(blueprint, restored, _mark_of(blueprint, restored))
-            with self._lock:
-                self._inboxes = {rank: (self._generation, inbox) for rank, (_, inbox) in self._inboxes.items()}
-                for rank, client in self._clients.items():
-                    client._inbox, client._state = self._inboxes[rank][1], self._start_state
+            self._restart(blueprint, restored, _mark_of(blueprint, restored), together=True)
+            if self._serving is not None:
+                self._serving.carry()
 
     def _restore(self, saved: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[Blueprint, StreamState]:
         """A state, and the blueprint with the sources there were: it may be of a step before some of them joined."""
@@ -209,7 +214,7 @@ class Session(Questions, LaterMethods):
         assert error is not None
         raise error
 
-    def _rewind(self, rank: int, state: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[Inbox, StreamState]:
+    def _rewind(self, rank: int, state: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[Box, StreamState]:
         """One rank loads a state. The first opens a generation; the others join it, and must load the same state."""
         blueprint, restored = self._restore(state, allow)
         mark = _mark_of(blueprint, restored)
@@ -217,7 +222,8 @@ class Session(Questions, LaterMethods):
             if rank not in self._inboxes:
                 raise OverlordError(f"the client of rank {rank} is closed")
             if self._inboxes[rank][0] == self._generation:
-                if mark != self._mark or self._taken:  # else it stands there already, and so does everyone
+                lost = self._host.planner.finished is not None and isinstance(self._host.planner.finished.error, ActorLost)
+                if mark != self._mark or self._taken or lost:  # else it stands there already, and so does everyone
                     self._restart(blueprint, restored, mark)
             elif mark != self._mark:
                 remedy = "another rank has moved the session to another state; load the same state on every rank"
@@ -231,24 +237,28 @@ class Session(Questions, LaterMethods):
                 self._inboxes[rank] = (self._generation, inbox)
             return inbox, self._start_state
 
-    def _restart(self, blueprint: Blueprint, state: StreamState, mark: str) -> None:
-        """New cores at a state; the old ones and all they hold are dropped."""
+    def _restart(self, blueprint: Blueprint, state: StreamState, mark: str, *, together: bool = False) -> None:
+        """New cores at a state; the old ones and all they hold are dropped. ``together``: all clients are moved there at once."""
         if self._closed:
             raise OverlordError("the session is closed")
         old = self._host
-        self._executor.close()
+        old.close()
         self._blueprint.close()
         for _, inbox in list(self._inboxes.values()):
             inbox.end(OverlordError(MOVED))
         self._pump.ask(lambda: old.stop(), "the old cores to stop")
-        executor = ThreadExecutor(n_workers(self._options), self._pump)
-        host = blueprint.host(executor, state)
+        host = make_engine(self._runtime, blueprint, state, self._pump, self._generation + 1)
+        if self._serving is not None:
+            self._serving.furnish(host)
         with self._lock:
             self._blueprint, self.job = blueprint, blueprint.given
-            self._generation, self._mark, self._executor, self._host = self._generation + 1, mark, executor, host
+            self._generation, self._mark, self._host = self._generation + 1, mark, host
             self._start_state, self._left = host.planner.state(), None
             self._taken, self._told, self._log = {}, -1, Log(self.job.feedback_lag)
-            self._inboxes = {rank: (joined, Inbox()) for rank, (joined, _) in self._inboxes.items()}
+            new = {rank: (self._generation if together else joined, self._new_box(rank)) for rank, (joined, _) in self._inboxes.items()}
+            self._inboxes = new
+            for rank, client in self._clients.items() if together else ():
+                client._inbox, client._state = new[rank][1], self._start_state
             begun = self._begun
         if self._closed:  # while this was under way: what it closed was replaced
             self._close_parts()
@@ -308,21 +318,23 @@ class Session(Questions, LaterMethods):
         with self._moving:
             if step is not None:  # said before a long look at the files, too
                 self._pump.ask(lambda: self._host.planner.refuse_planned(step), "the planner")
-            before = self._blueprint.workers
+            before, host = self._blueprint.workers, self._host
             more = self._blueprint.with_source(source, loaders)
+            prepared = None
             try:
-                cores = more.loaders_for(len(more.job.sources) - 1, Cursor())
+                prepared = host.prepare_source(more)
                 self._refuse_closed()
-                first = int(self._pump.ask(lambda: self._join(more, cores, step), "the planner"))
+                first = int(self._pump.ask(lambda: self._join(more, prepared, step), "the planner"))
                 self._refuse_closed()
                 return first
             except DataStall:  # the pump is busy, and may come to it yet
                 raise
             except Exception:
+                host.drop_prepared(prepared)
                 more.close_workers(0 if self._closed else before)
                 raise
 
-    def _join(self, more: Blueprint, cores: list[Any], at: int | None) -> int:
+    def _join(self, more: Blueprint, prepared: Any, at: int | None) -> int:
         """In the pump: the source takes part from here on."""
         new = more.new_source(self._host.planner.open_step if at is None else at)
 
@@ -332,12 +344,29 @@ class Session(Questions, LaterMethods):
             self._blueprint, self.job = more, more.given
             self._blueprints.append(more)
 
-        self._host.add_source(new, cores, more.budget_bytes, joined)
+        self._host.add_source(new, prepared, more.budget_bytes, joined)
         return new.event.at
+
+    # processes
+
+    def move(self, source: str, *hosts: str) -> None:
+        """Read a source in other loader hosts from here on (``metrics()["actors"]`` lists them); of several loaders one each, in turn.
+        The stream stays what it is: the source is read again from where the draw stands."""
+        self._refuse_closed()
+        if source not in self.job.names:
+            raise JobError([f"unknown source {source!r}{did_you_mean(source, self.job.names)}"], "move")
+        if not hosts:
+            raise JobError(["wanted the loader host to move to, as in session.move('web', 'loader-host/1')"], "move")
+        self._pump.ask(lambda: self._host.move(self.job.names.index(source), hosts), "the planner")
+
+    def kill(self, name: str) -> None:
+        """End a process of the job at once, as a crash would. For drills; ``metrics()["actors"]`` lists their names."""
+        self._refuse_closed()
+        self._pump.ask(lambda: self._host.kill(name), "the pump")
 
     # feedback
 
-    def _report(self, rank: int, inbox: Inbox, step: Any, metrics: Any, next_step: int) -> None:
+    def _report(self, rank: int, inbox: Box, step: Any, metrics: Any, next_step: int) -> None:
         """In the trainer's thread: what is wrong is told here, what is right goes to the planner."""
         self._refuse_closed()
         try:
@@ -360,7 +389,7 @@ class Session(Questions, LaterMethods):
             log.warning("reports reach no schedule: the mixture has no state and no takes_feedback = True")
         self._pump.post(lambda: self._take_report(host, report))
 
-    def _take_report(self, host: Host, report: Report) -> None:
+    def _take_report(self, host: Engine, report: Report) -> None:
         """In the pump. What comes too late is dropped, so it must not be in a state either."""
         if host is self._host and host.planner.in_time(report):
             self._log.report(report, self._slowest())
@@ -383,11 +412,12 @@ class Session(Questions, LaterMethods):
         self._close_parts()
 
     def _close_parts(self) -> None:
-        self._executor.close()
-        self._blueprint.close()
-        self._host.slabs.close()
-        for _, inbox in list(self._inboxes.values()):
+        for _, inbox in list(self._inboxes.values()):  # before their constructors go, or clients would look for them
             inbox.end(OverlordError("the session is closed"))
+        self._host.close()
+        self._blueprint.close()
+        if self._serving is not None:
+            self._serving.close()
 
     def __enter__(self) -> Session:
         return self
@@ -397,7 +427,11 @@ class Session(Questions, LaterMethods):
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._clients)} clients"
-        return f"Session({self.job!r}, local, {state})"
+        return f"Session({self.job!r}, {self._runtime}, {state})"
+
+
+def _opened(state: State) -> StreamState:
+    return state if isinstance(state, StreamState) else unseal(state)
 
 
 def _mark_of(blueprint: Blueprint, state: StreamState) -> str:

@@ -18,11 +18,11 @@ from overlord.client.step import Step
 from overlord.constructor.builder import Bucket
 from overlord.errors import DataStall
 from overlord.job import Job, Source
-from overlord.messages import Cursor, SetMixture, Skip, Stage
+from overlord.messages import Cursor, Reopen, SetMixture, Skip, Stage, StreamState, Told
 from overlord.planner.events import Log, said_of_all
 from overlord.planner.feedback import checked
 from overlord.runtime.bootstrap import Blueprint
-from overlord.runtime.host import Done
+from overlord.runtime.carrier import Done
 from overlord.runtime.options import Options
 
 
@@ -52,7 +52,7 @@ class VirtualExecutor:
         self._count += 1
         heapq.heappush(self._events, (self.now + after_s, self._count, call))
 
-    def submit(self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False) -> None:
+    def submit(self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False, waits: bool = False) -> None:
         def finish() -> None:
             try:
                 outcome = work()
@@ -80,6 +80,16 @@ class Add:
     loaders: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A source is read anew from where the draw stands, as when its loaders move to another host: when so many pieces of work are
+    done, or, with ``step``, in the middle of carrying out that step's plan. Nobody may notice."""
+
+    source: str
+    after: int = 0
+    step: int | None = None
+
+
 Trainer = Callable[[int, int], Mapping[str, float] | None]  # (rank, step) -> what it reports, or None
 
 
@@ -88,7 +98,7 @@ class _Rank:
     """A simulated trainer: takes a step, computes for a while, takes the next."""
 
     rank: int
-    inbox: list[tuple[Stage, Bucket]] = field(default_factory=list)
+    inbox: list[tuple[Told, Bucket]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     owes: list[int] = field(default_factory=list)  # steps it has not reported of
     idle: bool = True
@@ -96,8 +106,8 @@ class _Rank:
     error: Exception | None = None
     wake: Callable[[], None] = lambda: None
 
-    def put(self, stage: Stage, bucket: Bucket) -> None:
-        self.inbox.append((stage, bucket))
+    def put(self, told: Told, bucket: Bucket) -> None:
+        self.inbox.append((told, bucket))
         self.wake()
 
     def end(self, error: Exception | None) -> None:
@@ -131,11 +141,16 @@ class _Simulation:
         job, first = self._blueprint.job, self._host.planner.next_step
         self._log, self._states = Log(job.feedback_lag), dict[int, dict[str, Any]]()
         self._trainers = [_Rank(r) for r in (range(job.place.world_size) if ranks is None else ranks)]
+        self._moves: list[Moved] = []
+        self._host.on_stage.append(self._staged)
         for trainer in self._trainers:
             trainer.wake = partial(self._executor.at, 0.0, partial(self._wake, trainer))
             trainer.owes = [s for s in range(first - 2, first) if s >= 0]
 
-    def say(self, event: SetMixture | Skip | Add) -> None:
+    def say(self, event: SetMixture | Skip | Add | Moved) -> None:
+        if isinstance(event, Moved):
+            self._moves.append(event)
+            return
         if isinstance(event, Add):
             self._blueprint = made = self._blueprint.with_source(event.source, event.loaders)
             self._host.add_source(made.new_source(event.at), made.loaders_for(len(made.job.sources) - 1, Cursor()), made.budget_bytes)
@@ -144,13 +159,22 @@ class _Simulation:
 
     def run(self, max_events: int) -> None:
         self._host.attach({t.rank: t for t in self._trainers})
-        for _ in range(max_events):
+        for n in range(max_events):
+            self._move([m for m in self._moves if m.step is None and m.after <= n])
             if all((t.ended and not t.inbox) or self._has_all(t) for t in self._trainers):
                 return
             if not self._executor.step():
                 stuck = next(t.rank for t in self._trainers if not t.ended)
                 raise DataStall(self._host.waiting_for(stuck), self._executor.now, self._host.planner.next_step, stuck)
         raise DataStall(f"an end of the simulation within {max_events} events", self._executor.now)
+
+    def _staged(self, stage: Stage) -> None:
+        self._move([m for m in self._moves if m.step is not None and m.step <= stage.plan.step])
+
+    def _move(self, due: Sequence[Moved]) -> None:
+        self._moves = [m for m in self._moves if m not in due] if due else self._moves
+        for move in due:
+            self._host.event(Reopen(self._blueprint.job.names.index(move.source)))
 
     def _has_all(self, trainer: _Rank) -> bool:
         return self._steps is not None and len(trainer.steps) >= self._steps
@@ -165,12 +189,12 @@ class _Simulation:
             trainer.idle = True
             return
         trainer.idle = False
-        stage, bucket = trainer.inbox.pop(0)
-        trainer.steps.append(Step(stage, bucket, trainer.rank))
-        trainer.owes.append(stage.plan.step)
-        self._host.consumed([trainer.rank], stage.plan.step)
+        told, bucket = trainer.inbox.pop(0)
+        trainer.steps.append(Step(told, bucket, trainer.rank))
+        trainer.owes.append(told.step)
+        self._host.consumed([trainer.rank], told.step)
         if self._save:
-            self._states[stage.plan.step] = self._export(stage)
+            self._states[told.step] = self._export(told)
         delays = self._delays
         self._executor.at(self._executor.delay(delays.step_s * delays.slow.get(trainer.rank, 1.0)), partial(self._take, trainer))
 
@@ -184,12 +208,13 @@ class _Simulation:
                     self._log.report(what, 0)
                 self._host.event(what)
 
-    def _export(self, stage: Stage) -> dict[str, Any]:
-        return self._blueprint.export(self._log.completed(stage.after, self._blueprint.job.names))
+    def _export(self, told: Told) -> dict[str, Any]:
+        assert isinstance(told.after, StreamState)
+        return self._blueprint.export(self._log.completed(told.after, self._blueprint.job.names))
 
     def outcome(self) -> Run:
         ranks, planner = self._trainers, self._host.planner
-        last = next((t.steps[-1]._stage for t in ranks if t.steps), None)
+        last = next((t.steps[-1]._told for t in ranks if t.steps), None)
         return Run(
             steps={t.rank: t.steps for t in ranks}, error=next((t.error for t in ranks if t.error), None), seconds=self._executor.now,
             quarantine=list(planner.ledger.quarantine), end_state={} if last is None else self._export(last), states=self._states,
@@ -202,13 +227,13 @@ class _Simulation:
 
 def simulate(
     job: Job, *, seed: int = 0, steps: int | None = None, resume: dict[str, Any] | None = None, delays: Delays | None = None,
-    ranks: Sequence[int] | None = None, events: Sequence[SetMixture | Skip | Add] = (), report: Trainer | None = None,
+    ranks: Sequence[int] | None = None, events: Sequence[SetMixture | Skip | Add | Moved] = (), report: Trainer | None = None,
     save: bool = False, max_events: int = 10_000_000, **options: Any,
 ) -> Run:  # fmt: skip
     """Run a job on a virtual clock until it ends, or until every rank has taken ``steps`` steps. ``events``: what people
-    change in mid-run; each names its step, so when it is said does not matter. ``report``: what trainers report of a step, some
-    time before they ask for the second next; resumed, they say again what the state may lack. ``save``: keep the state behind
-    every step, as a checkpoint would."""
+    change in mid-run; each names its step, so when it is said does not matter; and sources that move, which must not matter at
+    all. ``report``: what trainers report of a step, some time before they ask for the second next; resumed, they say again what the
+    state may lack. ``save``: keep the state behind every step, as a checkpoint would."""
     blueprint, delays = Blueprint(job, Options.of(options)), delays or Delays()
     run = _Simulation(blueprint, resume, seed=seed, steps=steps, delays=delays, ranks=ranks, report=report, save=save)
     try:

@@ -1,0 +1,35 @@
+"""What a cell has to do. Apart from the kernel, so that a process that only receives need not import what reads files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one cell has to do; travels to its processes as JSON."""
+
+    peer: str
+    job: str  # "null" or "tokenized"
+    folder: str
+    n_sources: int
+    tokens: int  # real tokens of the whole cell
+    context: int = 8192
+    ranks: int = 4
+    microbatches: int = 16  # of a rank in a step
+    seed: int = 1
+    rank: int = 0  # of this process, for peers with a process per rank
+    processes: int = 1  # that share the cell
+    equal: bool = False  # all sources weigh the same
+    workers: int = 1  # of a rank's DataLoader
+    hosts: int = 0  # loader hosts of the process runtime, with one thread each; 0: as it chooses
+    server: int = 0  # pid of the process that loads for all ranks, where the ranks only receive
+
+    @property
+    def column(self) -> str:
+        return "tokens" if self.job == "null" else "text"
+
+    @property
+    def step(self) -> int:
+        """Microbatches of one step that this process sees."""
+        return self.ranks * self.microbatches // self.processes

@@ -1,0 +1,139 @@
+"""What one more rank costs in memory: the process runtime with clients that only receive, beside a DataLoader in every rank.
+
+    python benchmarks/rank_memory.py                                    # 2 and 8 ranks at 5, 100 and 300 sources: minutes
+    python benchmarks/rank_memory.py --sources 5 --jobs null --quick    # a look
+
+PSS over all processes, less what they held after their imports; the slope between the least and the greatest number of ranks is
+the price of a rank: its client, and what hosts hold more because a step is larger. How it is measured: benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # corpus and peers, also when started from elsewhere
+
+import click
+from rich.console import Console
+
+from corpus import Corpus, default_folder
+from page import Numbers, command_line, machine, markdown_table, progress, save, shown_table, wide_console
+from peers.data import corpora
+from peers.runner import CellFailed, Figures, run_cell
+from peers.work import Work
+
+OURS, THEIRS = "overlord-process", "torch"
+RANK_TOKENS = {"null": 6_000_000, "tokenized": 500_000}  # of every rank
+RANK_TOKENS_PER_SOURCE = {"null": 60_000, "tokenized": 10_000}  # at least: the rarest source is opened too, and memory has come to rest
+QUICK = 10
+TARGET = 0.1  # of what a colocated DataLoader takes
+HEAD = ("job", "sources", "loader", "ranks", "processes", "PSS MB", "over idle MB", "clients MB", "clients over idle MB")
+SLOPES = ("job", "sources", "loader", "MB a rank", "over idle MB a rank", "clients over idle MB a rank", f"x {THEIRS}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slope:
+    """What one more rank takes, in MB."""
+
+    job: str
+    n_sources: int
+    peer: str
+    pss: float
+    over_idle: float
+    clients: float
+
+    @staticmethod
+    def of(runs: Sequence[Figures]) -> Slope:
+        few, many = min(runs, key=lambda run: run.ranks), max(runs, key=lambda run: run.ranks)
+        more = max(1, many.ranks - few.ranks)
+        return Slope(
+            job=few.job, n_sources=few.n_sources, peer=few.peer, pss=(many.pss_mb - few.pss_mb) / more,
+            over_idle=(many.over_idle_mb - few.over_idle_mb) / more, clients=(clients_over_idle(many) - clients_over_idle(few)) / more,
+        )  # fmt: skip
+
+
+def clients_over_idle(run: Figures) -> float:
+    return run.clients_pss_mb - run.clients_idle_mb
+
+
+def tokens(job: str, n_sources: int, ranks: int, share: int) -> int:
+    return ranks * max(RANK_TOKENS[job], RANK_TOKENS_PER_SOURCE[job] * n_sources) // share
+
+
+def measure(
+    data: dict[int, Corpus], jobs: Sequence[str], ranks: Sequence[int], peers: Sequence[str], share: int, limit_s: float, console: Console
+) -> list[Figures]:
+    runs, cells = [], [(job, n, peer, r) for job in jobs for n in data for peer in peers for r in ranks]
+    with progress(console) as shown:
+        bar = shown.add_task("", total=len(cells))
+        for job, n, peer, r in cells:
+            shown.update(bar, description=f"{job}, {n} sources: {peer}, {r} ranks")
+            runs.append(run_cell(Work(peer, job, str(data[n].folder), n, tokens(job, n, r, share), ranks=r), limit_s))
+            shown.advance(bar)
+    return runs
+
+
+def row_of(run: Figures) -> list[str]:
+    served = run.clients_pss_mb > 0
+    clients = [f"{run.clients_pss_mb:.0f}", f"{clients_over_idle(run):.0f}"] if served else ["", ""]
+    memory = [f"{run.pss_mb:.0f}", f"{run.over_idle_mb:.0f}"]
+    return [run.job, str(run.n_sources), run.peer, str(run.ranks), str(run.processes), *memory, *clients]
+
+
+def slope_rows(runs: Sequence[Figures]) -> list[list[str]]:
+    """A line for every loader; the last cell is its price of a rank over that of a colocated DataLoader."""
+    keys = dict.fromkeys((run.job, run.n_sources, run.peer) for run in runs)
+    slopes = {key: Slope.of([run for run in runs if (run.job, run.n_sources, run.peer) == key]) for key in keys}
+    rows = []
+    for (job, n, peer), slope in slopes.items():
+        theirs = slopes.get((job, n, THEIRS))
+        ratio = f"{slope.over_idle / theirs.over_idle:.2f}" if theirs is not None and theirs.over_idle > 0 else ""
+        clients = f"{slope.clients:.1f}" if peer == OURS else ""
+        rows.append([job, str(n), peer, f"{slope.pss:.1f}", f"{slope.over_idle:.1f}", clients, ratio])
+    return rows
+
+
+def page(runs: Sequence[Figures], today: str, command: str) -> str:
+    found = markdown_table(HEAD, [row_of(run) for run in runs])
+    slopes = markdown_table(SLOPES, slope_rows(runs))
+    target = f"Target: at most {TARGET:g} of a colocated DataLoader's."
+    return (
+        f"# Memory of a rank, {today}\n\n{machine()}\n\n    {command}\n\n## One more rank\n\n{slopes}\n\n{target}\n\n## Runs\n\n{found}\n"
+    )
+
+
+@click.command(help=__doc__.split("\n")[0])
+@click.option("--sources", type=Numbers(), default="5,100,300", show_default=True)
+@click.option("--jobs", default="null,tokenized", show_default=True)
+@click.option("--ranks", type=Numbers(), default="2,8", show_default=True)
+@click.option("--peers", default=f"{OURS},{THEIRS}", show_default=True)
+@click.option("--quick", is_flag=True, help=f"{QUICK} times fewer tokens: a look, not a measurement.")
+@click.option("--data", type=click.Path(path_type=Path, file_okay=False), default=default_folder, help="Where the data is made and kept.")
+@click.option("--limit", "limit_s", type=float, default=900.0, show_default=True, help="Seconds after which a cell is given up.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Writes every run's figures there.")
+@click.option("--save", "saving", is_flag=True, help="Writes the page, dated, to benchmarks/results.")
+def main(
+    sources: list[int], jobs: str, ranks: list[int], peers: str, quick: bool, data: Path, limit_s: float, json_path: Path | None,
+    saving: bool,
+) -> None:  # fmt: skip
+    console, today = wide_console(), datetime.date.today().isoformat()
+    try:
+        found = corpora(console, data, sources, 1)
+        runs = measure(found, jobs.split(","), ranks, peers.split(","), QUICK if quick else 1, limit_s, console)
+    except CellFailed as failure:
+        raise click.ClickException(str(failure)) from failure
+    console.print(shown_table("runs", HEAD, [row_of(run) for run in runs]))
+    console.print(shown_table("one more rank", SLOPES, slope_rows(runs)))
+    if json_path:
+        json_path.write_text(json.dumps({"date": today, "machine": machine(), "runs": [asdict(run) for run in runs]}, indent=1))
+    if saving:
+        console.print(f"saved {save(f'{today}-rank-memory', page(runs, today, command_line('benchmarks/rank_memory.py')), {})}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""``connect``: a client in any process, for a session that serves. Costs the trainer two sockets and what it maps."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, cast
+
+from overlord.client.asking import FRONT_DOOR, Asking
+from overlord.client.client import Box, Client, State
+from overlord.client.remote import RemoteInbox
+from overlord.errors import FrameError, JobError, LinkRefused, OverlordError, StateMismatch
+from overlord.messages import Sealed
+
+WHY_S = 1.0  # a client that has waited for minutes must not wait long for the reason
+LEAVE_S = 2.0
+REWIND_S = 300.0  # all cores begin anew, and files are opened
+
+
+def connect(
+    address: str | None = None, rank: int | None = None, token: str | None = None, *, timeout_s: float = 30.0,
+    stall_warn_s: float | None = None, stall_limit_s: float | None = None, reconnect_s: float = 60.0,
+    on_stall: Callable[[str, float], None] | None = None,
+) -> Client:  # fmt: skip
+    """The client of one rank of a session that serves elsewhere. Defaults: ``OVERLORD_ADDRESS``, ``RANK``, ``OVERLORD_TOKEN``.
+
+    ``stall_warn_s``, ``stall_limit_s``: as in ``launch``; by default what the session was launched with. ``on_stall(words,
+    seconds)`` is called in place of the warning. ``reconnect_s``: how long to look for a constructor whose link broke.
+    """
+    address, rank, token = _given(address, rank, token)
+    asking = Asking(address, token, rank, timeout_s=timeout_s)
+    try:
+        started = asking.ask("start", timeout_s=timeout_s)
+        return _Connected(asking, started, timeout_s, reconnect_s).client(stall_warn_s, stall_limit_s, on_stall)
+    except BaseException:
+        asking.close()
+        raise
+
+
+def _given(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
+    """What was said, or what the environment says; all that is missing at once."""
+    address = os.environ.get("OVERLORD_ADDRESS") if address is None else address
+    token = os.environ.get("OVERLORD_TOKEN") if token is None else token
+    said = os.environ.get("RANK") if rank is None else rank
+    problems = []
+    if not isinstance(address, str) or not address:
+        problems.append(f"address: wanted overlord://host:port/key, as the session printed it, or OVERLORD_ADDRESS, found {address!r}")
+    if not isinstance(token, str) or not token:
+        problems.append(f"token: wanted what the session printed, or OVERLORD_TOKEN, found {'nothing' if not token else type(token)}")
+    try:
+        number = int(said) if isinstance(said, str) else said.__index__()  # type: ignore[union-attr]
+    except (TypeError, ValueError, AttributeError):
+        problems.append(f"rank: wanted a whole number, or RANK, found {said!r}")
+    if problems:
+        raise JobError(problems, "connect")
+    # `ov.serve()` gives address and token in one value; a subclass of str must not travel.
+    return str.__str__(address), number, str.__str__(token)
+
+
+class Away(Box, Protocol):
+    """The box of a client that is connected, whoever builds its steps."""
+
+    generation: int
+    taken: int  # the last step that was handed to the trainer; -1: none
+
+    def took(self, step: int) -> None: ...
+
+
+class _Connected:
+    """A client's callbacks, carried out by requests."""
+
+    def __init__(self, asking: Asking, started: Mapping[str, Any], timeout_s: float, reconnect_s: float):
+        self._asking, self._started, self._timeout_s, self._reconnect_s = asking, started, timeout_s, reconnect_s
+        self._client: Client | None = None
+
+    def client(self, warn_s: float | None, limit_s: float | None, on_stall: Callable[[str, float], None] | None) -> Client:
+        s = self._started
+        self._client = Client(
+            self._asking.rank, self._inbox(s), begin=lambda: None, consumed=_took, waiting_for=self._why, export=self._export,
+            rewind=self._rewind, report=self._report, start=s["state"], close=self._close,
+            stall_warn_s=s["stall_warn_s"] if warn_s is None else warn_s, stall_limit_s=s["stall_limit_s"] if limit_s is None else limit_s,
+            on_stall=on_stall,
+        )  # fmt: skip
+        return self._client
+
+    def _inbox(self, at: Mapping[str, Any]) -> Away:
+        if not self._started["constructors"]:
+            from overlord.client.direct import DirectInbox  # it builds, which other clients need not know how to do
+
+            return DirectInbox(
+                rank=self._asking.rank, address=at["constructor"], token=at["token"], where=self._where_it_is, on_moved=self._moved,
+                generation=at["generation"], reconnect_s=self._reconnect_s,
+            )  # fmt: skip
+        try:
+            return RemoteInbox(
+                rank=self._asking.rank, address=at["constructor"], token=at["token"], where=self._where, next_step=at["state"].step,
+                generation=at["generation"], prefetch=self._started["prefetch"], reconnect_s=self._reconnect_s, on_moved=self._moved,
+            )  # fmt: skip
+        except LinkRefused as refused:
+            raise OverlordError(refused.reason) from refused
+
+    def _where(self, generation: int) -> tuple[str, str]:
+        at = self._asking.ask("where", timeout_s=WHY_S, generation=generation)
+        inbox = self._client._inbox if self._client is not None else None
+        if at["generation"] != generation and isinstance(inbox, RemoteInbox):  # the whole session was moved, and this client with it
+            inbox.move(at["generation"], at["state"])
+        return at["constructor"], at["token"]
+
+    def _where_it_is(self, generation: int) -> tuple[str, str]:
+        """For a client that builds, which follows the session in the trainer's thread."""
+        from overlord.client.direct import Followed
+
+        at = self._asking.ask("where", timeout_s=WHY_S, generation=generation)
+        if at["generation"] != generation:
+            raise Followed(at["generation"], at["state"], at["constructor"], at["token"])
+        return at["constructor"], at["token"]
+
+    def _moved(self, state: Sealed) -> None:
+        if self._client is not None:
+            self._client._state = state
+
+    def _why(self) -> str:
+        """In words, whatever happens: this is asked when things are wrong already."""
+        assert self._client is not None
+        trouble = getattr(self._client._inbox, "trouble", "")
+        try:
+            words = str(self._asking.ask("why", timeout_s=WHY_S))
+        except OverlordError as fault:
+            words = f"{FRONT_DOOR} at {self._asking.address} cannot say for what: {fault}"
+        return f"{trouble}; {words}" if trouble else words
+
+    def _export(self, box: Box, state: State) -> dict[str, Any]:
+        generation = cast(Away, box).generation
+        saved: dict[str, Any] = self._asking.ask("export", timeout_s=self._timeout_s, generation=generation, state=state)
+        return saved
+
+    def _rewind(self, state: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[Box, State]:
+        assert self._client is not None
+        old = cast(Away, self._client._inbox)
+        took = (old.generation, old.taken)  # which may not have been heard of yet
+        try:
+            at = self._asking.ask("rewind", timeout_s=max(self._timeout_s, REWIND_S), state=state, allow=tuple(allow), took=took)
+        except FrameError as fault:  # no state holds what cannot travel
+            raise StateMismatch({"form": ("damaged", str(fault))}, "save and load what state_dict() gave, unchanged") from fault
+        if at["generation"] == old.generation and not self._started["constructors"]:
+            return old, at["state"]  # nobody has taken a step, and those that were sent to this client are nowhere else
+        new = self._inbox(at)
+        old.end(OverlordError(f"rank {self._asking.rank}: the client has loaded a state since"), drop=True)
+        return new, at["state"]
+
+    def _report(self, box: Box, step: Any, metrics: Any, next_step: int) -> None:
+        """Looked at here, so that scalars of any library become numbers and mistakes are told without a way."""
+        from overlord.planner.feedback import checked
+
+        rank, generation = self._asking.rank, cast(Away, box).generation
+        try:
+            report = checked(rank, step, metrics, next_step)
+        except JobError:
+            with contextlib.suppress(OverlordError):
+                self._asking.ask("refused", timeout_s=WHY_S)
+            raise
+        values = {name: report.metrics.get(name, math.nan) for name in metrics}
+        self._asking.ask("report", timeout_s=self._timeout_s, generation=generation, step=report.step, metrics=values, next_step=next_step)
+
+    def _close(self) -> None:
+        inbox = self._client._inbox if self._client is not None else None
+        took = (-1, -1) if inbox is None else (cast(Away, inbox).generation, cast(Away, inbox).taken)
+        with contextlib.suppress(OverlordError):  # nobody is there any more: then nobody waits for this rank either
+            self._asking.ask("detach", timeout_s=LEAVE_S, took=took)
+        self._asking.close()
+
+
+def _took(box: Box, step: int) -> None:
+    cast(Away, box).took(step)

@@ -1,0 +1,244 @@
+"""Steps from a constructor in another process. On the same machine the trainer's own thread reads them: no thread is added.
+
+What was sent stays readable when the constructor dies: descriptors wait in the socket, bytes in shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+
+from overlord.channel.dialling import dial
+from overlord.channel.link import TIMEOUT, SocketLink
+from overlord.constructor.builder import Bucket
+from overlord.constructor.wide import Wide
+from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
+from overlord.messages import Ended, Handed, Sealed, Told, Took
+
+log = logging.getLogger("overlord")
+
+DIAL_S = 5.0  # for one attempt
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts
+HOSTS = "constructor-host/"  # whom only the session calls so
+SPARE_SLOTS = 8  # that a trainer may keep views of, beside the steps that wait; beyond them what comes is copied
+
+
+class RemoteInbox:
+    """The ``Box`` of a connected client. ``where(generation)`` asks for the constructor's address and token: after a fall it may be
+    another one, and after the session was moved there is none for those who have not moved with it."""
+
+    def __init__(
+        self, *, rank: int, address: str, token: str, where: Callable[[int], tuple[str, str]], next_step: int, generation: int = 0,
+        prefetch: int = 4, reconnect_s: float = 60.0, on_moved: Callable[[Sealed], None] = lambda state: None,
+    ):  # fmt: skip
+        self.rank, self.generation, self.address = rank, generation, address
+        self._token, self._where, self._next, self._on_moved = token, where, next_step, on_moved
+        self._reconnect_s, self._max_held = reconnect_s, prefetch + SPARE_SLOTS
+        self._steps: deque[tuple[Told, Bucket]] = deque()
+        self.taken = -1
+        self._ended = False
+        self._error: BaseException | None = None
+        self._lost_at: float | None = None  # when the link broke; None while it holds
+        self._fault: BaseException | None = None
+        self._pause = FIRST_PAUSE_S
+        self._waited_s = 0.0
+        self._changed = threading.Condition()  # for the reading thread, where there is one
+        self._mine = threading.Lock()  # held by whoever reads the link: two readers would swap steps
+        self._link: SocketLink | None = None
+        self._connect(DIAL_S)
+
+    # the client's side
+
+    def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
+        """The next step; None when the time is over; StopIteration, or the error, when there is none."""
+        start = time.monotonic()
+        try:
+            with self._mine:
+                return self._get(start + timeout_s)
+        finally:
+            self._waited_s += time.monotonic() - start
+
+    def _get(self, deadline: float) -> tuple[Told, Bucket] | None:
+        while True:
+            self._drain()
+            if self._steps:
+                told, bucket = self._steps[0]
+                self._next = told.step + 1  # first: what comes again is known by it
+                self._steps.popleft()
+                return told, bucket
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                raise StopIteration
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            self._wait(left)
+
+    def took(self, step: int) -> None:
+        """The step is the trainer's now. If the link is gone the constructor learns of it when we come again."""
+        self.taken = step
+        if (link := self._link) is not None:
+            with contextlib.suppress(ActorLost, DataStall):
+                link.send(Took(step, self._waited_s), timeout_s=DIAL_S)
+
+    def end(self, error: BaseException | None, *, drop: bool = False) -> None:
+        """This side ends it."""
+        with self._changed:
+            self._ended, self._error = True, error
+            if drop:
+                self._steps.clear()
+            self._changed.notify_all()
+        self._drop_link("the client is closed")
+
+    def __len__(self) -> int:
+        """Steps already in this process. Those that wait in the socket are read for it, unless the trainer reads just now."""
+        if self._mine.acquire(blocking=False):
+            try:
+                with contextlib.suppress(OverlordError):
+                    self._drain()
+            finally:
+                self._mine.release()
+        return len(self._steps)
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with the link, in words; empty while it holds."""
+        if self._lost_at is None:
+            return ""
+        return f"{self._name} at {self.address}, whose link broke {time.monotonic() - self._lost_at:.1f} s ago: {self._fault}"
+
+    # reading
+
+    @property
+    def _threaded(self) -> bool:
+        return self._link is not None and not self._link.shares_memory
+
+    def _drain(self) -> None:
+        """Take in all that is there, without waiting."""
+        while not self._threaded and (link := self._link) is not None and self._read(link, 0.0) is not TIMEOUT:
+            pass
+
+    def _wait(self, seconds: float) -> None:
+        """Until something comes, or the time is over; where the link is gone, until it may be tried again."""
+        link = self._link
+        if link is None:
+            self._try_again(seconds)
+        elif self._threaded:
+            with self._changed:
+                if not self._steps and not self._ended and self._link is link:
+                    self._changed.wait(seconds)
+        else:
+            self._read(link, seconds)
+
+    def _read(self, link: SocketLink, seconds: float) -> Any:
+        try:
+            value = link.recv(seconds)
+            if value is not TIMEOUT:
+                self._take_in(value)
+            return value
+        except (ActorLost, FrameError) as fault:
+            self._broke(link, fault)
+            return TIMEOUT
+        except BaseException as fault:  # Ctrl-C in the middle of a message: a new link begins at the step that is missing
+            self._broke(link, fault)
+            raise
+
+    def _read_on(self, link: SocketLink) -> None:
+        """The reading thread of a TCP link: prefetched steps are in this process before they are asked for."""
+        while self._link is link:
+            self._read(link, 1.0)
+
+    def _take_in(self, value: Any) -> None:
+        with self._changed:
+            if isinstance(value, Handed):
+                if value.told.step >= self._wanted:  # else it came before the cut
+                    n = int(value.bounds[-1]) if len(value.bounds) else 0
+                    wide = Wide.of_part(value.wide, value.rows) if value.wide else None
+                    bucket = Bucket(np.arange(n), value.bounds, wide, built=tuple(dict(arrays) for arrays in value.microbatches))
+                    self._steps.append((value.told, bucket))
+            elif isinstance(value, Ended):
+                self._ended, self._error = True, value.error
+            elif isinstance(value, dict) and "moved" in value:
+                self.move(int(value["moved"]), value["after"])
+            self._changed.notify_all()
+
+    def move(self, generation: int, after: Sealed) -> None:
+        """The whole session was moved, and this client with it."""
+        self._steps.clear()
+        self._ended, self._error = False, None
+        self.generation, self._next = generation, after.step
+        self._on_moved(after)
+
+    # the link
+
+    @property
+    def _wanted(self) -> int:
+        """The first step that is not here."""
+        return self._steps[-1][0].step + 1 if self._steps else self._next
+
+    @property
+    def _name(self) -> str:
+        return f"the constructor of rank {self.rank}"
+
+    def _connect(self, timeout_s: float) -> None:
+        hello = {"role": "client", "rank": self.rank, "next": self._wanted, "generation": self.generation}
+        link, _ = dial(self.address, self._token, hello, timeout_s=timeout_s)
+        link.max_held = self._max_held
+        self._link, self._lost_at, self._fault, self._pause = link, None, None, FIRST_PAUSE_S
+        if self.taken >= 0:  # while the link was gone, perhaps
+            self.took(self.taken)
+        if not link.shares_memory:
+            threading.Thread(target=self._read_on, args=(link,), name=f"overlord-reader-{self.rank}", daemon=True).start()
+
+    def _broke(self, link: SocketLink, fault: BaseException) -> None:
+        with self._changed:
+            if self._link is not link:
+                return
+            self._link = None
+            if not self._ended:
+                self._lost_at, self._fault = time.monotonic(), fault
+            self._changed.notify_all()
+        if not self._ended:
+            level = logging.WARNING if isinstance(fault, Exception) else logging.DEBUG
+            log.log(level, "rank %d: %s; %s is tried again for %.0f s", self.rank, fault, self.address, self._reconnect_s)
+        link.close()
+
+    def _try_again(self, seconds: float) -> None:
+        assert self._lost_at is not None
+        gone = time.monotonic() - self._lost_at
+        if gone >= self._reconnect_s:
+            self._give_up(gone)
+        try:
+            self.address, self._token = self._where(self.generation)
+            self._connect(max(0.1, min(DIAL_S, self._reconnect_s - gone)))
+        except (ActorLost, DataStall) as fault:
+            if isinstance(fault, ActorLost) and fault.name.startswith(HOSTS):  # the session knows that it is gone for good
+                self.end(fault)
+                return
+            self._fault = fault
+            time.sleep(max(0.0, min(self._pause, seconds, self._lost_at + self._reconnect_s - time.monotonic())))
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+        except LinkRefused as refused:
+            self.end(OverlordError(refused.reason))
+        except OverlordError as over:  # the session was moved, or is closed: no step comes from there
+            self.end(over)
+
+    def _give_up(self, gone: float) -> NoReturn:
+        fault = self._fault
+        raise ActorLost(
+            self._name, f"{self.address} could not be reached for {gone:.1f} s while step {self._next} was wanted: {fault}"
+        ) from fault
+
+    def _drop_link(self, reason: str) -> None:
+        with self._changed:
+            link, self._link = self._link, None
+        if link is not None:
+            link.close(reason)

@@ -1,0 +1,134 @@
+"""What people ask of a job in several processes: its hosts are asked in turn, all at once, and none is waited for long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from overlord.errors import ActorLost, DataStall, JobError, OverlordError
+from overlord.messages import Consumed
+from overlord.planner.cut import Cutter
+from overlord.planner.planner import Planner
+from overlord.runtime.bootstrap import Blueprint
+from overlord.runtime.carrier import Carrier
+from overlord.runtime.control import Control, Handle
+from overlord.runtime.hosting import Hosting
+
+ASK_S = 0.6  # for all hosts to say what they do: whoever asks why it waits gives the pump a second
+
+
+@dataclass(slots=True, eq=False)
+class Remote:
+    """A host in another process, and what it is to be told at the end of the turn."""
+
+    handle: Handle
+    out: list[Any] = field(default_factory=list)
+    lost: str = ""
+    joined: bool = True  # else the job does not need it yet
+
+    def call(self, control: Control, method: str, *args: Any) -> Future[Any]:
+        return control.call(self.handle, method, *args)
+
+
+class Asked(Carrier):
+    """The half of ``ProcessHost`` that only looks. In the pump."""
+
+    planner: Planner
+    blueprint: Blueprint
+    hosting: Hosting
+    _cutter: Cutter
+    _control: Control
+    _loaders: dict[int, Remote]
+    _constructors: dict[int, Remote]
+    _attached: set[int]
+
+    def _constructor(self, rank: int) -> Remote:
+        raise NotImplementedError
+
+    def waiting_for(self, rank: int) -> str:
+        remote = self._constructor(rank)
+        if remote.lost:
+            return f"{remote.handle.name}, which is lost: {remote.lost}"
+        why, every = remote.call(self._control, "why", rank), self._asked()
+        try:
+            words = self._control.get(why, ASK_S / 3)
+        except (DataStall, ActorLost) as silent:
+            words = f"{remote.handle.name}, which does not say what it does ({silent})"
+        if words:
+            return str(words)
+        busy = [words for h, r in list(self._loaders.items()) for words in self._busy(h, r, every.get(r.handle.name, {}))]
+        # Constructors tell only when their slowest rank moves on; who that is must be known here.
+        taken = [Consumed(rank, c["took"]) for f in every.values() for rank, c in f.get("clients", {}).items() if rank in self._attached]
+        self.run([command for consumed in taken for command in self.planner.handle(consumed)])
+        return self.planner.waiting_for() + (f" ({'; '.join(busy[:3])})" if busy else "")
+
+    def _busy(self, h: int, remote: Remote, figures: Mapping[str, Any]) -> list[str]:
+        """What a loader host does, in words; of one that does not answer, what it may be busy with."""
+        if "silent" not in figures:
+            return [f"{words} in {remote.handle.name}" for words in figures.get("busy", ())]
+        sources = dict.fromkeys(self._source_of(k) for k in range(sum(self.hosting.loaders)) if self._cutter.host(k) == h)
+        return [f"{remote.handle.name} does not answer; it reads {', '.join(list(sources)[:5])}"]
+
+    def _source_of(self, loader: int) -> str:
+        return self.blueprint.job.names[int(np.searchsorted(np.cumsum(self.hosting.loaders), loader, side="right"))]
+
+    def _asked(self) -> dict[str, dict[str, Any]]:
+        """Figures of all hosts by name; of a host that does not answer in time, why."""
+        asked = {r.handle.name: r.call(self._control, "figures") for r in self._remotes() if not r.lost}
+        deadline, found = time.monotonic() + ASK_S, {}
+        for name, future in asked.items():
+            try:
+                found[name] = self._control.get(future, max(0.0, deadline - time.monotonic()))
+            except OverlordError as silent:
+                found[name] = {"silent": str(silent)}
+        return found
+
+    def _remotes(self) -> list[Remote]:
+        return [*list(self._loaders.values()), *self._constructors.values()]
+
+    def figures(self) -> dict[str, Any]:
+        """What loaders, constructors and their hosts do and hold."""
+        every = self._asked()
+        memory: dict[str, int] = {}
+        for figures in every.values():
+            for what, n in figures.get("memory", {}).items():
+                memory[what] = memory.get(what, 0) + n
+        hosts = [
+            {"name": r.handle.name, "pid": r.handle.pid, "state": r.lost or every.get(r.handle.name, {}).get("silent", "running"),
+             "pss": every.get(r.handle.name, {}).get("pss", 0)}
+            for r in self._processes()
+        ]  # fmt: skip
+        counted = ("links", "sent_bytes", "received_bytes", "pss")
+        told = {row["loader"]: row | {"pid": f["pid"]} for f in every.values() for row in f.get("loaders", ())}
+        return {
+            "loaders": [told.get(loader) or self._untold(loader) for loader in range(sum(self.hosting.loaders))],
+            "constructors": [row | {"pid": f["pid"]} for f in every.values() for row in f.get("constructors", ())],
+            "memory": memory, "hosts": hosts, "files": [f["files"] for f in every.values() if "files" in f],
+            "clients": {rank: row for f in every.values() for rank, row in f.get("clients", {}).items()},
+            "transfer": {name: {what: f[what] for what in counted if what in f} for name, f in every.items()},
+        }  # fmt: skip
+
+    def _untold(self, loader: int) -> dict[str, Any]:
+        """The row of a loader whose host does not answer, or is lost: nothing may be missing in what people count through."""
+        host = self._loaders[self._cutter.host(loader)]
+        return {
+            "loader": loader, "source": self._source_of(loader), "doing": f"unknown: {host.handle.name} {host.lost or 'does not answer'}",
+            "ready": 0, "ready_bytes": 0, "read_s": 0.0, "transform_s": 0.0, "store": None, "worker": False, "worker_pid": None,
+            "pid": host.handle.pid,
+        }  # fmt: skip
+
+    def _processes(self) -> list[Remote]:
+        """Those that this job started."""
+        return self._remotes()
+
+    def kill(self, name: str) -> None:
+        """For drills: the real thing."""
+        every = {r.handle.name: r for r in self._processes()}
+        if name not in every:
+            raise JobError([f"no process of this job is called {name!r}; there are {', '.join(every)}"], "kill")
+        self._control.kill(every[name].handle)

@@ -1,0 +1,154 @@
+"""The constructor side of a host: which steps its buckets have, their payload, their built microbatches, and who gets them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from overlord.constructor.assembler import Assembler
+from overlord.constructor.builder import Bucket, StagedStep, build_buckets
+from overlord.constructor.slabs import SlabPool
+from overlord.hooks import Hook
+from overlord.job import Batch
+from overlord.messages import Attach, Build, Built, Consumed, Deliver, Detach, End, Finish, Release, Stage, Staged, Told
+from overlord.runtime.carrier import Done, Executor
+from overlord.runtime.loading import as_exception
+
+log = logging.getLogger("overlord")
+
+
+class Mailbox(Protocol):
+    """Where a client's steps arrive."""
+
+    def put(self, told: Told, bucket: Bucket) -> None: ...
+    def end(self, error: Exception | None) -> None: ...
+
+
+class Building:
+    """The constructors of some buckets. ``carry_out(command) -> commands``; what work leads to goes to ``run``."""
+
+    def __init__(
+        self, assemblers: Sequence[Assembler], *, batch: Batch, multiple: int, executor: Executor, run: Callable[[Sequence[Any]], None],
+        cannot: Callable[[Finish], None], hooks: Sequence[Hook] = (), slabs: Callable[[int], np.ndarray] | None = None,
+    ):  # fmt: skip
+        self.assemblers = {a.bucket: a for a in assemblers}
+        self._batch, self._multiple, self._executor, self._run = batch, multiple, executor, run
+        self._cannot_tell, self._hooks = cannot, tuple(hooks)
+        self.slabs: Any = SlabPool() if slabs is None else slabs
+        self._staged: dict[int, StagedStep] = {}
+        self._told: dict[int, Told] = {}
+        self._holders: dict[int, set[int]] = {}  # step -> buckets that still need its payload
+        self._built: dict[tuple[int, int], tuple[Told, Bucket]] = {}
+        self.mailboxes: dict[int, Mailbox] = {}
+        self.bucket_of = {rank: a.bucket for a in assemblers for rank in a.ranks}
+
+    # clients
+
+    def attach(self, mailboxes: Mapping[int, Mailbox]) -> list[Any]:
+        """Clients of these ranks exist. All that will take part come together: a step is not kept for one who comes later."""
+        self.mailboxes.update(mailboxes)
+        return [command for rank in mailboxes for command in self.assemblers[self.bucket_of[rank]].handle(Attach(rank))]
+
+    def detach(self, rank: int) -> list[Any]:
+        if self.mailboxes.pop(rank, None) is None:
+            return []
+        return list(self.assemblers[self.bucket_of[rank]].handle(Detach(rank)))
+
+    def consumed(self, ranks: Sequence[int], step: int) -> list[Any]:
+        here = [rank for rank in ranks if rank in self.mailboxes]
+        return [command for rank in here for command in self.assemblers[self.bucket_of[rank]].handle(Consumed(rank, step))]
+
+    # steps
+
+    def plan(self, stage: Stage) -> None:
+        """A step is planned; its payload is still to come."""
+        for assembler in self.assemblers.values():
+            assembler.handle(stage)
+
+    def staged(self, staged: StagedStep, told: Told) -> list[Any]:
+        """Its payload has come."""
+        step = told.step
+        self._staged[step], self._told[step] = staged, told
+        self._holders[step] = set(self.assemblers)
+        return [command for a in self.assemblers.values() for command in a.handle(Staged(step))]
+
+    def finish(self, finish: Finish) -> list[Any]:
+        return [command for a in self.assemblers.values() for command in a.handle(finish)]
+
+    def carry_out(self, command: Build | Deliver | End | Release, queue: deque[Any]) -> None:
+        match command:
+            case Build(step=step, bucket=bucket):
+                buckets = [bucket]
+                while queue and isinstance(queue[0], Build) and queue[0].step == step:
+                    buckets.append(queue.popleft().bucket)
+                self._build(step, buckets)
+            case Deliver(step=step, rank=rank):
+                if rank in self.mailboxes:
+                    self.mailboxes[rank].put(*self._built[step, self.bucket_of[rank]])
+            case End(rank=rank, error=error):
+                if rank in self.mailboxes:
+                    self.mailboxes[rank].end(error)
+            case Release(step=step, bucket=bucket):
+                self._built.pop((step, bucket), None)
+                self._let_go(step, bucket)
+
+    def _build(self, step: int, buckets: list[int]) -> None:
+        staged = self._staged[step]
+        self._executor.submit(
+            "build", lambda: build_buckets(staged, buckets, self._batch, self._multiple, self.slabs, self._hooks),
+            self._build_done(step, buckets), urgent=True,
+        )  # fmt: skip
+
+    def _build_done(self, step: int, buckets: Sequence[int]) -> Done:
+        def done(outcome: Any, error: BaseException | None) -> None:
+            if error is not None:
+                self.cannot(step, buckets, "building", error)
+                return
+            commands: list[Any] = []
+            told = self._told[step]
+            for bucket, built in zip(buckets, outcome, strict=True):
+                self._built[step, bucket] = (told, built)
+                self._let_go(step, bucket)
+                commands += self.assemblers[bucket].handle(Built(step))
+            self._run(commands)
+
+        return done
+
+    def cannot(self, step: int, buckets: Sequence[int] | None, what: str, error: BaseException) -> None:
+        """A step that cannot be delivered: the job ends before it."""
+        buckets = list(self.assemblers) if buckets is None else buckets
+        log.error("%s step %d for buckets %s failed: %s", what, step, list(buckets), error)
+        for bucket in buckets:
+            self._let_go(step, bucket)
+        self._cannot_tell(Finish(step, as_exception(error)))
+
+    def _let_go(self, step: int, bucket: int) -> None:
+        holders = self._holders.get(step)
+        if holders is not None:
+            holders.discard(bucket)
+            if not holders:
+                del self._holders[step], self._staged[step], self._told[step]
+
+    # what people ask
+
+    def waiting(self, rank: int) -> str:
+        """What the rank's next step waits for here, in words; empty when no step is planned."""
+        return self.assemblers[self.bucket_of[rank]].waiting()
+
+    def held_bytes(self) -> dict[str, int]:
+        return {
+            "staged": sum(s.tokens.nbytes for s in self._staged.values()),
+            "assembled": sum(bucket.nbytes for _, bucket in self._built.values()),
+            "slabs": self.slabs.nbytes,  # the memory assembled steps lie in, with what is kept for the next ones
+        }
+
+    def figures(self) -> list[dict[str, Any]]:
+        return [{"bucket": b, "doing": a.waiting() or "idle"} for b, a in self.assemblers.items()]
+
+    def check(self) -> None:
+        for assembler in self.assemblers.values():
+            assembler.check()

@@ -1,0 +1,48 @@
+"""Carrying out commands: in order, those they lead to behind them, never re-entered. What a host does, whatever it hosts."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+Done = Callable[[Any, BaseException | None], None]
+
+
+class Executor(Protocol):
+    """Runs work somewhere, some time, and hands its outcome to ``done`` in the pump. Works of one name cost alike by ``size``.
+
+    What ``waits`` may wait for a store, for minutes: the pump, which others wait for, never does it itself.
+    """
+
+    def submit(
+        self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False, waits: bool = False
+    ) -> None: ...
+
+
+class Carrier:
+    """A queue of commands and the loop that empties it."""
+
+    def __init__(self, *, check: bool = False):
+        self._check = check
+        self._queue: deque[Any] = deque()  # commands not yet carried out
+        self._running = False
+
+    def run(self, commands: Sequence[Any] = ()) -> None:
+        self._queue.extend(commands)
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._queue:
+                self._carry_out(self._queue.popleft())
+                if self._check:
+                    self.check()
+        finally:
+            self._running = False
+
+    def _carry_out(self, command: Any) -> None:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Invariants, for tests."""

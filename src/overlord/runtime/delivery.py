@@ -1,0 +1,297 @@
+"""The outgoing half of constructors: steps for clients in other processes, kept until their client took them.
+
+Steps are pushed as soon as they are built; the prefetch window bounds how many there are. A client that lost its link comes
+again and says which step it wants next: it is sent everything from there, so a cut costs nothing and repeats nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from overlord.channel.link import Link
+from overlord.channel.seal import seal
+from overlord.channel.serverlink import ServerLink
+from overlord.client.client import State
+from overlord.constructor.builder import Bucket
+from overlord.errors import ActorLost, DataStall, FrameError, OverlordError
+from overlord.messages import Ended, Handed, Sealed, Told, Took
+from overlord.runtime.building import Mailbox
+
+log = logging.getLogger("overlord")
+
+MOVED = "another rank moved the session to a saved state; load the same state on this rank"
+UNBOUNDED = 2**62
+KEPT_SEALS = 64  # states of the last steps as bytes: ranks of other buckets are sent the same
+
+
+def sealed(state: State) -> Sealed:
+    return state if isinstance(state, Sealed) else seal(state)
+
+
+class Outbox:
+    """The steps of one rank on their way out. ``put`` and ``end`` run in the pump and never wait."""
+
+    def __init__(self, delivery: Delivery, rank: int, generation: int | None, former: Outbox | None = None):
+        self.rank, self.generation, self.former = rank, generation, former  # former: of the generation before
+        if former is not None:
+            former.retire()
+        self._delivery = delivery
+        self._steps: deque[tuple[Told, Bucket, Handed]] = deque()  # not taken yet
+        self._put = self._taken = -1  # the last step that came, and that its client took
+        self.waited_s = 0.0  # that its trainer has waited, as it said
+        self.steps = 0  # that it took
+        self._ended: Ended | None = None
+        self._link: Link | None = None
+        self._inside: Mailbox | None = None  # a client in this process that took the seat
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def finished(self) -> bool:
+        """Nothing comes any more, and all that came was taken."""
+        return self._ended is not None and not self._steps
+
+    def put(self, told: Told, bucket: Bucket) -> None:
+        with self._delivery.lock:
+            if self._inside is not None:
+                self._inside.put(told, bucket)
+                return
+            handed = self._delivery.handed(told, bucket)
+            self._steps.append((told, bucket, handed))
+            self._put = told.step
+            self._send(handed)
+
+    def end(self, error: BaseException | None, *, drop: bool = False) -> None:
+        with self._delivery.lock:
+            if self._inside is not None:
+                self._inside.end(error)  # type: ignore[arg-type]
+                return
+            if drop:
+                self._steps.clear()
+            if self._ended is None or error is not None:
+                self._ended = Ended(error if error is None or isinstance(error, Exception) else ActorLost("the pump", repr(error)))
+                self._send(self._ended)
+
+    def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
+        raise OverlordError(f"rank {self.rank} is served to another process")
+
+    def _send(self, value: Any) -> None:
+        """Under the lock. A link that does not take it is given up: its client comes again."""
+        if self._link is None:
+            return
+        try:
+            self._link.send(value, timeout_s=0.0)
+        except (ActorLost, DataStall) as fault:
+            log.debug("rank %d: its link is given up: %s", self.rank, fault)
+            link, self._link = self._link, None
+            link.close()
+        except FrameError as fault:  # a hook made an array that cannot travel: this rank ends, and says why
+            self._ended = Ended(fault)
+            self._send(self._ended)
+
+    # what comes from the client
+
+    def connect(self, link: Link, next_step: int) -> None:
+        """Under the lock: all from this step on goes to this link."""
+        if next_step <= self._taken:
+            raise OverlordError(
+                f"rank {self.rank}: step {next_step} was handed out already and is kept no longer (step {self._taken} was taken last); "
+                "load a saved state on every rank"
+            )
+        if isinstance(link, ServerLink):
+            link.max_queued_bytes = UNBOUNDED  # the prefetch window bounds it, and the pump must not wait for a slow client
+        former, self._link = self._link, link
+        if former is not None:
+            words = f"rank {self.rank}: another client of this rank has connected and takes this one's place"
+            self._delivery.dismiss(former, Ended(OverlordError(words)))
+        self.send_from(next_step)
+
+    def send_from(self, next_step: int) -> None:
+        """Under the lock."""
+        for told, _, handed in list(self._steps):
+            if told.step >= next_step:
+                self._send(handed)
+        if self._ended is not None:
+            self._send(self._ended)
+
+    def took(self, link: Link, step: int, waited_s: float) -> bool:
+        """Under the lock: whether this is news. Steps up to here may go. One that was never sent is not believed."""
+        if link is not self._link or not self._taken < step <= self._put:
+            return False
+        self._taken, self.waited_s = step, waited_s
+        while self._steps and self._steps[0][0].step <= step:
+            self.steps += 1
+            self._delivery.let_go(self._steps.popleft()[1])
+        return True
+
+    def disconnect(self, link: Link) -> None:
+        if link is self._link:
+            self._link = None
+
+    def retire(self) -> None:
+        """Under the lock: its generation is over."""
+        self.former = None
+        for _, bucket, _ in self._steps:
+            self._delivery.let_go(bucket)
+        self._steps.clear()
+
+    def hand_over(self, inside: Mailbox) -> None:
+        """A client in this process takes the rank: it gets all that is kept, and whatever comes."""
+        with self._delivery.lock:
+            for told, bucket, _ in self._steps:
+                inside.put(told, bucket)
+                self._delivery.let_go(bucket)
+            self._steps.clear()
+            if self._ended is not None:
+                inside.end(self._ended.error)
+            self._inside = inside
+            self._delivery.forget(self.rank)
+
+
+class Delivery:
+    """The boxes of all ranks served here, and the callbacks of a channel server for the links of their clients."""
+
+    def __init__(self, *, took: Callable[[int, int], None], welcome: Callable[[int], dict[str, Any]] = lambda rank: {}):
+        self.lock = threading.RLock()  # put runs in the pump, the rest in the server's thread; held for a moment only
+        self._took, self._welcome = took, welcome
+        self.on_took: Callable[[Outbox, int], None] | None = None  # in place of ``took``, for whoever has boxes of several generations
+        self._boxes: dict[int, Outbox] = {}
+        self._of_link: dict[Link, Outbox] = {}
+        self._made: dict[int, tuple[Bucket, Handed, list[int]]] = {}  # by identity of the bucket; the last counts who keeps it
+        self._latest: Bucket | None = None
+        self._seals: dict[int, tuple[State, Sealed]] = {}
+        self.n_made = 0
+
+    def box(self, rank: int, generation: int | None = None) -> Outbox:
+        """The box of a rank; a new one for a new generation of the session, and links of the old one get nothing from it. None:
+        there is but one, since this process lives no longer than a generation does."""
+        with self.lock:
+            box = self._boxes.get(rank)
+            if box is None or box.generation != generation:
+                box = self._boxes[rank] = Outbox(self, rank, generation, box)
+            return box
+
+    def forget(self, rank: int) -> None:
+        """The rank left, or is served otherwise."""
+        with self.lock:
+            if (box := self._boxes.pop(rank, None)) is not None and box._link is not None:
+                self.dismiss(box._link, Ended(OverlordError(f"the client of rank {rank} is closed")))
+
+    def carry(self, rank: int, state: State) -> None:
+        """The session was moved to a state, and its clients with it: an open link of the generation before goes on there."""
+        with self.lock:
+            box = self._boxes.get(rank)
+            former, link = (None, None) if box is None or box.former is None else (box.former, box.former._link)
+            if box is not None and former is not None and link is not None:
+                former._link = None
+                box._link, self._of_link[link] = link, box
+                box._send({"moved": box.generation, "after": sealed(state)})
+                box.send_from(state.step)
+
+    def figures(self) -> dict[int, dict[str, Any]]:
+        """Of every rank: whether its client is there, what is kept for it, how long its trainer has waited."""
+        with self.lock:
+            return {
+                rank: {
+                    "connected": box._link is not None,
+                    "kept": len(box),
+                    "took": box._taken,
+                    "steps": box.steps,
+                    "waited_s": box.waited_s,
+                }
+                for rank, box in self._boxes.items()
+            }
+
+    # what boxes share
+
+    def handed(self, told: Told, bucket: Bucket) -> Handed:
+        """Under the lock. What all ranks of the bucket are sent: made once, the arrays are those that were built."""
+        if (made := self._made.get(id(bucket))) is None:
+            bounds = np.asarray(bucket.bounds)
+            first = int(bounds[0]) if len(bounds) else 0
+            rows = bucket.samples[first : int(bounds[-1]) if len(bounds) else 0]
+            part = self._sealed(told).of_rows(rows)
+            if bucket.wide is not None:
+                handed = Handed(part, bounds - first, *bucket.part())
+            else:  # of a hook, which builds what it likes
+                handed = Handed(part, bounds - first, {}, np.zeros((0, len(bucket)), np.int64), tuple(bucket.microbatches))
+            made = self._made[id(bucket)] = (bucket, handed, [0])
+            self.n_made += 1
+            before, self._latest = self._latest, bucket
+            if before is not None:
+                self._forget_unkept(before)
+        made[2][0] += 1
+        return made[1]
+
+    def let_go(self, bucket: Bucket) -> None:
+        """Under the lock."""
+        if (made := self._made.get(id(bucket))) is not None:
+            made[2][0] -= 1
+            if bucket is not self._latest:  # a quick client may have taken it before it was put for the others of its bucket
+                self._forget_unkept(bucket)
+
+    def _forget_unkept(self, bucket: Bucket) -> None:
+        if (made := self._made.get(id(bucket))) is not None and made[2][0] <= 0:
+            del self._made[id(bucket)]
+
+    def _sealed(self, told: Told) -> Told:
+        found = self._seals.get(told.step)
+        if found is None or found[0] is not told.after:
+            found = self._seals[told.step] = (told.after, sealed(told.after))
+            while len(self._seals) > KEPT_SEALS:
+                del self._seals[next(iter(self._seals))]
+        return replace(told, after=found[1])
+
+    # callbacks of the server, in its thread
+
+    def opened(self, link: Link, hello: dict[str, Any]) -> dict[str, Any]:
+        rank, next_step, generation = (_whole(hello, name) for name in ("rank", "next", "generation"))
+        with self.lock:
+            box = self._boxes.get(rank)
+            if box is None:
+                raise OverlordError(f"rank {rank} is not served here; served are ranks {sorted(self._boxes)}")
+            if box.generation not in (None, generation):
+                raise OverlordError(f"rank {rank}: {MOVED}")
+            box.connect(link, next_step)
+            self._of_link[link] = box
+        return self._welcome(rank)
+
+    def message(self, link: Link, value: Any) -> None:
+        if not isinstance(value, Took):
+            raise OverlordError(f"wanted Took from a client, found {type(value).__name__}")
+        with self.lock:
+            box = self._of_link.get(link)
+            news = box is not None and box.took(link, value.step, value.waited_s) and self._boxes.get(box.rank) is box
+        if news and box is not None:  # outside the lock: whoever is told has locks of its own
+            if self.on_took is not None:
+                self.on_took(box, value.step)
+            else:
+                self._took(box.rank, value.step)
+
+    def closed(self, link: Link, reason: str) -> None:
+        with self.lock:
+            if (box := self._of_link.pop(link, None)) is not None:
+                box.disconnect(link)
+
+    def dismiss(self, link: Link, last: Ended) -> None:
+        """Under the lock: a last word, and no more; what the client still says counts for nothing."""
+        self._of_link.pop(link, None)
+        with contextlib.suppress(ActorLost, DataStall):
+            link.send(last, timeout_s=0.0)
+        link.close("another client of the rank has come, or it was closed")
+
+
+def _whole(hello: dict[str, Any], name: str) -> int:
+    value = hello.get(name, 0)
+    if type(value) is not int:
+        raise OverlordError(f"{name}: wanted a whole number, found {value!r:.60}")
+    return value

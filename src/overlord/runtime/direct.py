@@ -1,0 +1,260 @@
+"""A job without constructors (``constructors=False``): loader hosts send to every client, and each builds its own microbatches.
+
+The baseline of the Overlord paper's appendix B, for measurement. Every rank is a constructor here: all ranks of a data-parallel group
+are sent the group's payload, and all build the same. Their clients come to a *registry* in the launching process, which tells
+loader hosts where to find them. Nobody keeps steps for a client that is not there, so planning begins when all are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any
+
+from overlord.channel.address import HAS_SHARED_MEMORY
+from overlord.channel.link import Link
+from overlord.channel.server import Server
+from overlord.channel.serverlink import ServerLink
+from overlord.client.direct import LEFT, DirectInbox
+from overlord.errors import ActorLost, DataStall, JobError, OverlordError
+from overlord.messages import Attach, Consumed, Detach, Finish, Took
+from overlord.planner.cut import Cuts, spread
+from overlord.runtime.asked import Remote
+from overlord.runtime.control import Control, Handle, Record
+from overlord.runtime.delivery import MOVED, UNBOUNDED
+from overlord.runtime.process import ProcessHost
+
+GONE = "the steps that were sent to this rank are gone with the client they were sent to; load a saved state on every rank"
+
+
+class Linked(Remote):
+    """A client that builds, and its link."""
+
+    def __init__(self, rank: int, link: Link, address: str, pid: int):
+        super().__init__(Handle(f"client/{rank}", pid, Record(f"client/{rank}")))
+        self.rank, self.link, self.address, self.left = rank, link, address, False
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, Future[Any]] = {}
+
+    def call(self, control: Control, method: str, *args: Any) -> Future[Any]:
+        """``do`` has no answer; whatever else is asked has."""
+        answer = Future[Any]()
+        try:
+            if method == "do":
+                self.link.send(("do", *args), timeout_s=0.0)
+                answer.set_result(None)
+            else:
+                number = next(self._numbers)
+                self._asked[number] = answer
+                self.link.send((method, number, *args), timeout_s=0.0)
+        except (ActorLost, DataStall) as fault:  # the registry hears of it
+            answer.set_exception(fault)
+        return answer
+
+    def answered(self, number: int, value: Any) -> None:
+        if (asked := self._asked.pop(number, None)) is not None:
+            asked.set_result(value)
+
+
+class Registry:
+    """Where clients say that they are there. In the server's thread; what it leads to is posted to the pump."""
+
+    def __init__(
+        self, token: str, welcome: Callable[[int], dict[str, Any]], *, generation: int, prefetch: int,
+        came: Callable[[Linked], None], went: Callable[[Linked, str], None], heard: Callable[[Linked, Any], None],
+    ):  # fmt: skip
+        self._welcome, self._generation = welcome, generation
+        self._came, self._went, self._heard = came, went, heard
+        self._lock = threading.Lock()
+        self._clients: dict[int, Linked] = {}
+        self._of_link: dict[Link, Linked] = {}
+        self._open = True
+        self._server = Server(
+            token=token, on_open=self._opened, on_message=self._message, on_close=self._closed, hold=prefetch, tcp=not HAS_SHARED_MEMORY
+        )
+        self.address = self._server.address
+
+    def close_for(self, ranks: set[int]) -> bool:
+        """Whether all these are there; from then on no one else is let in."""
+        with self._lock:
+            self._open = self._open and not ranks <= set(self._clients)
+            return not self._open
+
+    def absent(self, ranks: set[int]) -> list[int]:
+        with self._lock:
+            return sorted(ranks - set(self._clients))
+
+    def _opened(self, link: ServerLink, hello: Mapping[str, Any]) -> dict[str, Any]:
+        rank, address, pid = (hello.get(name) for name in ("rank", "address", "pid"))
+        if hello.get("role") != "constructor" or type(rank) is not int or not isinstance(address, str) or type(pid) is not int:
+            raise OverlordError(f"wanted a client that builds its steps, found {hello!r:.100}")
+        if hello.get("generation") != self._generation:
+            raise OverlordError(f"rank {rank}: {MOVED}")
+        welcome = self._welcome(rank)
+        client = Linked(rank, link, address, pid)
+        with self._lock:
+            if not self._open:
+                raise OverlordError(f"rank {rank}: {GONE}")
+            former, self._clients[rank] = self._clients.get(rank), client
+            self._of_link[link] = client
+        link.max_queued_bytes = UNBOUNDED  # the prefetch window bounds it, and the pump must not wait for a slow client
+        if former is not None:
+            dismiss(former, f"rank {rank}: another client of this rank has connected and takes this one's place")
+        self._came(client)
+        return welcome
+
+    def _message(self, link: Link, value: Any) -> None:
+        client = self._of_link[link]
+        match value:
+            case Took() | Finish():
+                self._heard(client, value)
+            case str() if value == LEFT:
+                client.left = True
+            case (int(number), answer):
+                client.answered(number, answer)
+            case _:
+                raise OverlordError(f"wanted Took, Finish or an answer from a client, found {type(value).__name__}")
+
+    def _closed(self, link: Link, reason: str) -> None:
+        with self._lock:
+            client = self._of_link.pop(link)
+            if here := self._clients.get(client.rank) is client:
+                del self._clients[client.rank]
+        if here:
+            self._went(client, reason)
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def dismiss(client: Linked, words: str) -> None:
+    with contextlib.suppress(ActorLost, DataStall):
+        client.link.send(("end", OverlordError(words)), timeout_s=0.0)
+    client.link.close(words)
+
+
+class DirectHost(ProcessHost):
+    """A planner and remote loaders. What constructor hosts do is done in the clients' processes."""
+
+    _registry: Registry
+
+    def _start_constructors(self) -> None:
+        """None are; the clients will come. Every bucket is one for the cutter, whose cuts are spread over its ranks."""
+        self._begun = False
+
+        def post(act: Callable[..., None]) -> Callable[..., None]:
+            return lambda *args: self._pump.post(lambda: None if self._closed else act(*args))
+
+        self._registry = Registry(
+            self._token, self._welcome, generation=self._number, prefetch=self.blueprint.options.prefetch,
+            came=post(self._came), went=post(self._went), heard=post(self._heard),
+        )  # fmt: skip
+
+    def _n_constructors(self) -> int:
+        return len(self._ranks)
+
+    def _welcome(self, rank: int) -> dict[str, Any]:
+        job = self.blueprint.job
+        if rank not in self._bucket_of:
+            raise OverlordError(f"rank {rank}: wanted 0 to {len(self._bucket_of) - 1}")
+        settings = {"batch": asdict(job.batch), "multiple": job.document_multiple, "check": self.blueprint.options.check}
+        return {"bucket": self._bucket_of[rank], **settings}
+
+    # clients that come and go, in the pump
+
+    def _came(self, client: Linked) -> None:
+        self._constructors[client.rank] = client
+        for remote in self._loaders.values():
+            remote.out.append(("constructor", client.rank, client.address, self._token))
+        if self.planner.finished is not None:
+            client.out.append(self.planner.finished)
+        self.run()
+        self._begin()
+
+    def _went(self, client: Linked, reason: str) -> None:
+        """Before the first step another may come in its place. After it, what was sent to one that died is lost, and so is the job;
+        one that ended in order was closed, or its session is moving, and others tell."""
+        for remote in self._loaders.values():
+            remote.out.append(("leave", client.rank))
+        if self._begun and client.rank in self._attached and not client.left and self.planner.finished is None:
+            self._lost(client, reason)
+        client.lost = client.lost or reason
+        self.run()
+
+    def _heard(self, client: Linked, value: Took | Finish) -> None:
+        if isinstance(value, Finish):
+            self._hear([value])
+        else:
+            self._hear([Consumed(client.rank, value.step)])
+
+    def _begin(self) -> None:
+        if not self._begun and self._attached and self._registry.close_for(self._attached):
+            self._begun = True
+            self.run([command for rank in sorted(self._attached) for command in self.planner.handle(Attach(rank))])
+
+    def attach(self, mailboxes: Mapping[int, Any]) -> None:
+        """Clients of these ranks are expected; planning begins when they are there."""
+        for rank in mailboxes:
+            self._attached.add(rank)
+            self._served[self._bucket_of[rank]] += 1
+        self._begin()
+
+    def detach(self, rank: int) -> None:
+        if rank in self._attached:
+            self._attached.discard(rank)
+            self._served[self._bucket_of[rank]] -= 1
+            for remote in self._loaders.values():
+                remote.out.append(("leave", rank))
+            self.run(self.planner.handle(Detach(rank)))
+            self._begin()
+
+    def _constructor(self, rank: int) -> Remote:
+        return self._constructors[rank]
+
+    def address_for(self, rank: int) -> tuple[str, str]:
+        return self._registry.address, self._token
+
+    def inbox(self, rank: int, next_step: int) -> DirectInbox:  # type: ignore[override]
+        """A client of this process builds as any other; when these cores are closed the session says why."""
+        where = lambda generation: None if self._closed else self.address_for(rank)  # noqa: E731
+        address, token = self.address_for(rank)
+        return DirectInbox(rank=rank, address=address, token=token, where=where, generation=self._number)
+
+    # steps
+
+    def _send_cuts(self, cuts: Cuts) -> None:
+        super()._send_cuts(spread(cuts, [[r for r in ranks if r in self._attached] for ranks in self._ranks]))
+
+    def add_source(self, new: Any, prepared: int, budget_bytes: int, joined: Callable[[], None] = lambda: None) -> None:
+        links = [("constructor", c.rank, c.address, self._token) for c in self._clients() if not c.lost]
+        self._loaders[prepared].out += links
+        super().add_source(new, prepared, budget_bytes, joined)
+
+    def _clients(self) -> list[Linked]:
+        return [c for c in self._constructors.values() if isinstance(c, Linked)]
+
+    # what people ask
+
+    def waiting_for(self, rank: int) -> str:
+        if absent := self._registry.absent(self._attached) if not self._begun else []:
+            few = ", ".join(map(str, absent[:16])) + (", ..." if len(absent) > 16 else "")
+            words = "without constructors no step is planned before all have come, and loaded the state that one of them loaded"
+            return f"the clients of ranks {few}: {words}"
+        return super().waiting_for(rank)
+
+    def kill(self, name: str) -> None:
+        if name.startswith("client/"):
+            raise JobError([f"{name}: a client lives in its trainer's process, which is not the session's to kill"], "kill")
+        super().kill(name)
+
+    def _processes(self) -> list[Remote]:
+        return list(self._loaders.values())
+
+    def close(self) -> None:
+        super().close()
+        if hasattr(self, "_registry"):
+            self._registry.close()

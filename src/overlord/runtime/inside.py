@@ -1,0 +1,51 @@
+"""The box of a client that lives in the launching process while its constructor does not: linked when the first step is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from overlord.client.remote import RemoteInbox
+from overlord.constructor.builder import Bucket
+from overlord.errors import LinkRefused, OverlordError
+from overlord.messages import Told
+
+
+class InsideBox:
+    """As a connected client's, but for the front door: whoever is here can ask without one."""
+
+    def __init__(self, rank: int, where: Callable[[], tuple[str, str]], *, next_step: int, generation: int, prefetch: int):
+        self._rank, self._where, self._next, self._generation, self._prefetch = rank, where, next_step, generation, prefetch
+        self._remote: RemoteInbox | None = None
+        self._over: BaseException | None = None
+
+    def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
+        if self._over is not None:
+            raise self._over
+        return self._linked().get(timeout_s)
+
+    def _linked(self) -> RemoteInbox:
+        if self._remote is None:
+            address, token = self._where()
+            try:
+                self._remote = RemoteInbox(
+                    rank=self._rank, address=address, token=token, where=lambda generation: self._where(), next_step=self._next,
+                    generation=self._generation, prefetch=self._prefetch,
+                )  # fmt: skip
+            except LinkRefused as refused:
+                raise OverlordError(refused.reason) from refused
+        return self._remote
+
+    def took(self, step: int) -> None:
+        if self._remote is not None:
+            self._remote.took(step)
+
+    def put(self, told: Told, bucket: Bucket) -> None:
+        raise OverlordError(f"rank {self._rank} is served by its constructor host")
+
+    def end(self, error: BaseException | None, *, drop: bool = False) -> None:
+        self._over = error
+        if self._remote is not None:
+            self._remote.end(error, drop=drop)
+
+    def __len__(self) -> int:
+        return 0 if self._remote is None else len(self._remote)

@@ -1,0 +1,391 @@
+"""Serving: clients in other processes, of a session in this one. Beside those that live here, and treated alike."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from overlord.channel.address import is_loopback
+from overlord.channel.ring import Ring
+from overlord.client.client import Box, Inbox, State
+from overlord.constructor.slabs import SlabPool
+from overlord.errors import JobError, OverlordError
+from overlord.messages import Stage
+from overlord.runtime.delivery import MOVED, Delivery, Outbox
+from overlord.runtime.front import FrontDoor, Seat, where_it_stands
+
+if TYPE_CHECKING:
+    from overlord.messages import StreamState
+    from overlord.runtime.session import Session
+
+log = logging.getLogger("overlord")
+
+
+class Served(str):
+    """An address, with its token. As text it is the address; printed it is two lines for the environment of the trainers."""
+
+    token: str
+
+    def __new__(cls, address: str, token: str) -> Served:
+        made = super().__new__(cls, address)
+        made.token = token
+        return made
+
+    @property
+    def address(self) -> str:
+        return str.__str__(self)
+
+    def __str__(self) -> str:
+        return f"OVERLORD_ADDRESS={self.address}\nOVERLORD_TOKEN={self.token}"
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.address, spec)
+
+
+class Elsewhere:
+    """The box of a seat whose steps never pass through this process."""
+
+    def __init__(self, rank: int, generation: int):
+        self.rank, self.generation = rank, generation
+
+    def put(self, told: Any, bucket: Any) -> None:
+        raise OverlordError(f"rank {self.rank} is served by its constructor host")
+
+    def get(self, timeout_s: float) -> None:
+        raise OverlordError(f"rank {self.rank} is served by its constructor host")
+
+    def end(self, error: BaseException | None, *, drop: bool = False) -> None:
+        """Its client hears of it at the front door."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+class Slabs:
+    """Memory for microbatches that clients map. When all of it is in use, by trainers that keep what they got, memory of this
+    process serves: what is built there is copied on its way, and nobody waits for anybody."""
+
+    def __init__(self, ring: Ring):
+        self._ring, self._more = ring, SlabPool()
+
+    def __call__(self, nbytes: int) -> np.ndarray:
+        found = self._ring.take(nbytes) if nbytes <= self._ring.max_bytes else None
+        return self._more(nbytes) if found is None else found
+
+    @property
+    def nbytes(self) -> int:
+        return self._ring.nbytes + self._more.nbytes
+
+    def close(self) -> None:
+        self._more.close()
+
+
+class Serving:
+    """What a session has that serves: the seats' steps, the front door, and who is there."""
+
+    def __init__(self, session: Session, *, host: str, port: int, token: str, ranks: Iterable[int]):
+        self._session = session
+        self.ranks = frozenset(ranks)
+        self.prefetch: int = session._options.prefetch
+        self._left: set[int] = set()
+        self._bind = host
+        self._afters: dict[int, StreamState] = {}  # of the steps that some client has still to take
+        self._last = -1  # the last step that is to be taken
+        self._lock = threading.Lock()  # a leaf
+        here = session._runtime == "local"
+        self._ring = Ring(name=session.job.name) if here else None
+        self.delivery = Delivery(took=self.took) if here else None
+        if self.delivery is not None:
+            self.delivery.on_took = lambda box, step: self.took(box.rank, step, box)
+        self._front = FrontDoor(self, self.delivery, token=token, host=host, port=port, ring=self._ring)
+        self.served = Served(self._front.address, token)
+
+    def furnish(self, host: Any) -> None:
+        """New cores, before their first step."""
+        with self._lock:
+            self._afters, self._last = {}, -1
+        host.on_stage.append(self._note)
+        if self._ring is not None:
+            host.building.slabs = Slabs(self._ring)
+        else:
+            host.on_taken = self.took
+            if not is_loopback(self._bind):
+                host.listen(self._bind)
+
+    def box(self, rank: int, generation: int) -> Outbox | Elsewhere:
+        return Elsewhere(rank, generation) if self.delivery is None else self.delivery.box(rank, generation)
+
+    def _note(self, stage: Stage) -> None:
+        """In the pump."""
+        with self._lock:
+            self._afters[stage.plan.step] = stage.after  # type: ignore[assignment]
+            if not stage.skipped:
+                self._last = stage.plan.step
+
+    def took(self, rank: int, step: int, of: Outbox | None = None) -> None:
+        """A client has handed a step to its trainer. ``of``: from this box, which may be one of a generation that is over."""
+        session = self._session
+        with session._lock:
+            seat = session._clients.get(rank)
+            if not isinstance(seat, Seat):
+                return
+            box = session._inboxes[rank][1]
+            if of is not None and box is not of:
+                return
+            session._inboxes[rank] = (session._generation, box)  # whoever takes a step of a generation has joined it
+            with self._lock:
+                seat._state = self._afters.get(step, seat._state)
+                slowest = min([step, *session._taken.values()]) if len(session._taken) == len(session._clients) else -1
+                for old in [s for s in self._afters if s < slowest]:
+                    del self._afters[old]
+            seat.steps, seat.waited_s = seat.steps + 1, getattr(box, "waited_s", 0.0)
+        session._consumed(rank, box, step)
+
+    # who is there
+
+    def admit(self, rank: int) -> None:
+        """In the server's thread: refuses whoever cannot be served, in words."""
+        session = self._session
+        session._refuse_closed()
+        if problem := session.job.place.rank_problem(rank):
+            raise JobError([problem], "connect")
+        with session._lock:
+            if isinstance(session._clients.get(rank), Seat):
+                return
+        if rank in self._left:
+            raise OverlordError(f"rank {rank}: its client was closed, and no step is kept for it since")
+        known = f"; served to others are ranks {_few(sorted(self.ranks))}"
+        raise OverlordError(f"rank {rank} has its client in the session's own process, or none at all{known}")
+
+    def came(self, rank: int, peer: str) -> None:
+        if (seat := self._seat_or_none(rank)) is not None:
+            seat.be(there=True, peer=peer)
+
+    def went(self, rank: int, reason: str) -> None:
+        if (seat := self._seat_or_none(rank)) is not None:
+            seat.be(there=False)
+
+    def _seat_or_none(self, rank: int) -> Seat | None:
+        seat = self._session._clients.get(rank)
+        return seat if isinstance(seat, Seat) else None
+
+    def _seat(self, rank: int) -> Seat:
+        if (seat := self._seat_or_none(rank)) is None:
+            raise OverlordError(f"the client of rank {rank} is closed")
+        return seat
+
+    @property
+    def seats(self) -> list[Seat]:
+        return [seat for seat in list(self._session._clients.values()) if isinstance(seat, Seat)]
+
+    def say(self, words: str) -> str:
+        """Why someone waits; where it is for a rank to take its steps, whether that rank is there at all."""
+        if not words.startswith("rank "):
+            return words
+        session = self._session
+        with session._lock:
+            slowest = min(session._taken.values()) if len(session._taken) == len(session._clients) else -1
+            absent = [s for s in self.seats if s.absent and session._taken.get(s.rank, -1) <= slowest]
+        if not absent:
+            return words
+        named = "; ".join(f"rank {s.rank}, {s.absent}" for s in absent[:8]) + (f"; and {len(absent) - 8} more" if len(absent) > 8 else "")
+        return f"{named} ({self.prefetch} steps are kept, and none is planned beyond them)"
+
+    @property
+    def finished(self) -> bool:
+        """The job has ended, and everyone who is expected took all there is."""
+        session = self._session
+        finish = session._host.planner.finished
+        if finish is None:
+            return False
+        with session._lock:
+            return all(session._taken.get(rank, -1) >= min(self._last, finish.step - 1) for rank in session._clients)
+
+    def wait_until_left(self, timeout_s: float) -> bool:
+        """Until no client of another process needs the session any more: it has left, or it is gone."""
+        deadline = time.monotonic() + timeout_s
+        while waiting := [seat for seat in self.seats if seat.there or not seat.peer]:
+            if time.monotonic() >= deadline:
+                log.warning("closing, though ranks %s have not left in %.0f s", _few([s.rank for s in waiting]), timeout_s)
+                return False
+            time.sleep(0.05)
+        return True
+
+    # requests, in a thread that may wait
+
+    def carry_out(self, rank: int, request: Mapping[str, Any]) -> Any:
+        todo: dict[str, Callable[[int, Mapping[str, Any]], Any]] = {
+            "start": self._start, "where": self._where, "why": self._why, "export": self._export, "rewind": self._rewind,
+            "report": self._report, "refused": self._refused, "detach": self._detach,
+        }  # fmt: skip
+        if (act := todo.get(request["ask"])) is None:
+            raise OverlordError(f"wanted one of {', '.join(todo)}, found {request['ask']!r:.60}")
+        return act(rank, request)
+
+    def _start(self, rank: int, request: Mapping[str, Any]) -> dict[str, Any]:
+        session = self._session
+        self._seat(rank)
+        session._begin()
+        with session._lock:
+            seat, (joined, _) = self._seat(rank), session._inboxes[rank]
+            generation = session._generation
+            state: State = seat._state if joined == generation else session._start_state
+        o = session._options
+        about: dict[str, Any] = {"job": session.job.name, "world_size": session.job.place.world_size, "prefetch": self.prefetch}
+        about["constructors"] = session._options.constructors
+        stalls = {"stall_warn_s": float(o.stall_warn_s), "stall_limit_s": float(o.stall_limit_s)}
+        return where_it_stands(state, generation, session._constructor_address(rank)) | about | stalls
+
+    def _current(self, rank: int, generation: Any) -> Box:
+        """The rank's box, if the client is in the session's generation; else one that is no longer any."""
+        session = self._session
+        with session._lock:
+            box = session._inboxes[rank][1] if rank in session._inboxes else None
+            return box if box is not None and generation == session._generation else Elsewhere(rank, -1)
+
+    def _where(self, rank: int, request: Mapping[str, Any]) -> dict[str, Any]:
+        session = self._session
+        with session._lock:
+            seat, (joined, _) = self._seat(rank), session._inboxes[rank]
+            state, generation = seat._state, session._generation
+            if generation not in (request.get("generation"), joined):
+                raise OverlordError(f"rank {rank}: {MOVED}")
+        return where_it_stands(state, generation, session._constructor_address(rank))
+
+    def _why(self, rank: int, request: Mapping[str, Any]) -> str:
+        return self._session._why(rank)
+
+    def _export(self, rank: int, request: Mapping[str, Any]) -> dict[str, Any]:
+        session, state = self._session, request["state"]
+        box = self._current(rank, request.get("generation"))
+        with session._lock:
+            seat, (joined, now) = self._seat_or_none(rank), session._inboxes.get(rank, (-1, box))
+            if seat is not None and box is not now and joined == session._generation:  # the whole session was moved, this rank with it
+                state, box = seat._state, now
+        return session._export_of(rank, box, state)
+
+    def _rewind(self, rank: int, request: Mapping[str, Any]) -> dict[str, Any]:
+        session, (generation, took) = self._session, request["took"]
+        with session._lock:
+            if took >= 0 and rank in session._inboxes and generation == session._generation:
+                session._taken.setdefault(rank, took)
+        box, state = session._rewind(rank, request["state"], request["allow"])
+        with session._lock:
+            seat = self._seat(rank)
+            seat._inbox, seat._state = box, state
+            generation = session._generation
+        return where_it_stands(state, generation, session._constructor_address(rank))
+
+    def _report(self, rank: int, request: Mapping[str, Any]) -> None:
+        box = self._current(rank, request.get("generation"))
+        self._session._report(rank, box, request["step"], request["metrics"], request["next_step"])
+
+    def _refused(self, rank: int, request: Mapping[str, Any]) -> None:
+        with self._session._lock:
+            self._session._refused += 1
+
+    def _detach(self, rank: int, request: Mapping[str, Any]) -> None:
+        self._left.add(rank)
+        generation, step = request["took"]
+        with self._session._lock, self._lock:  # its last word on another link may come later
+            if (seat := self._seat_or_none(rank)) is not None and generation == self._session._generation:
+                seat._state = self._afters.get(step, seat._state)
+        self._session._detach(rank)
+        if self.delivery is not None:
+            self.delivery.forget(rank)
+
+    # what else happens to a session
+
+    def carry(self) -> None:
+        """The whole session was moved to a state: connected clients go on there."""
+        if self.delivery is not None:
+            for seat in self.seats:
+                self.delivery.carry(seat.rank, self._session._start_state)
+
+    def close(self) -> None:
+        self._front.close(OverlordError("the session is closed"))
+        if self._ring is not None:
+            self._ring.close()
+
+
+class ServingMethods:
+    """The part of ``Session`` that serves."""
+
+    _serving: Serving | None
+
+    def serve(  # type: ignore[misc]
+        self: Session, host: str = "127.0.0.1", port: int = 0, token: str | None = None, ranks: Iterable[int] | None = None
+    ) -> Served:
+        """Let clients in other processes connect; print the result, and set it in their environment. Call it before the first step.
+
+        From here on all ranks (or ``ranks``) are expected, in this process or in others: planning begins with the first that
+        connects, and one that is missing holds up the others when the prefetch window is full. ``host``: of which interface;
+        the default can be reached from this machine only.
+        """
+        self._refuse_closed()
+        with self._lock:
+            if self._serving is not None:
+                return self._serving.served
+            if self._begun:
+                raise OverlordError("serve: the first step was asked for already; call serve() before iterating a client")
+            wanted = sorted(set(_ranks(self.job.place, ranks)) - set(self._clients))
+            token = secrets.token_urlsafe(24) if token is None else token
+            if not isinstance(token, str) or not token:
+                raise JobError(["token: wanted a text that is not empty, or None for one that is made up"], "serve")
+            if not self._options.constructors and not is_loopback(host):
+                words = "without constructors payload goes to clients through shared memory, so they live on this machine: leave it out"
+                raise JobError([f"host: {words}"], "serve")
+            serving = self._serving = Serving(self, host=host, port=port, token=token, ranks=wanted)
+            serving.furnish(self._host)
+            for rank in wanted:
+                self._inboxes[rank] = (self._generation, self._new_box(rank))
+                self._clients[rank] = Seat(rank, self._inboxes[rank][1], self._start_state)  # type: ignore[assignment]
+            return serving.served
+
+    def _new_box(self: Session, rank: int) -> Any:  # type: ignore[misc]
+        """Where a rank's steps go; under the lock."""
+        if self._serving is not None and (rank not in self._clients or isinstance(self._clients[rank], Seat)):
+            return self._serving.box(rank, self._generation)
+        return self._host.inbox(rank, self._start_state.step)
+
+    def _take_seat(self: Session, rank: int) -> Box | None:  # type: ignore[misc]
+        """Under the lock: a client of this process takes a seat that nobody has taken yet, with all that is kept for it."""
+        seat = self._clients.get(rank)
+        if not isinstance(seat, Seat):
+            return None
+        if seat.peer:
+            raise OverlordError(
+                f"rank {rank} is served to a client of another process, {seat.peer}; open the clients of this process before serve()"
+            )
+        inbox: Box = self._host.inbox(rank, seat._state.step)
+        if isinstance(seat._inbox, Outbox) and isinstance(inbox, Inbox):
+            seat._inbox.hand_over(inbox)
+        del self._clients[rank]
+        return inbox
+
+    def _constructor_address(self: Session, rank: int) -> tuple[str, str]:  # type: ignore[misc]
+        """Where a rank's steps come from, and the token it takes there."""
+        assert self._serving is not None
+        if hasattr(self._host, "address_for"):
+            found: tuple[str, str] = self._host.address_for(rank)
+            return found
+        return self._serving.served.address, self._serving.served.token
+
+
+def _ranks(place: Any, ranks: Iterable[int] | None) -> list[int]:
+    wanted = list(range(place.world_size) if ranks is None else ranks)
+    if problems := [problem for rank in wanted if (problem := place.rank_problem(rank))]:
+        raise JobError(problems, "serve")
+    return wanted
+
+
+def _few(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "") if ranks else "none"

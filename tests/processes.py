@@ -1,0 +1,178 @@
+"""Shared by the tests of the process runtime: runs written down to the byte, programs of their own, and who is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import overlord as ov
+from overlord.messages import SetMixture, Skip
+from overlord.simulation.engine import Add
+
+ROOT = Path(__file__).resolve().parent.parent
+WAIT_S = 30.0  # for whatever must come; nothing waits so long that goes well
+
+
+def written(step: ov.Step) -> tuple[Any, ...]:
+    """All that a trainer can see of a step."""
+    arrays = [[(key, str(mb[key].dtype), mb[key].shape, mb[key].tobytes()) for key in sorted(mb)] for mb in step]
+    return step.step, step.plan_digest, step.global_valid_tokens, arrays, [[tuple(p) for p in mb.samples] for mb in step]
+
+
+def plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state without reports: those of the last steps are in it or not yet, as it happens."""
+    return {key: value for key, value in json.loads(json.dumps(state)).items() if key != "reports"}
+
+
+@dataclass
+class Played:
+    """What every rank got, the states behind it, and how it ended."""
+
+    steps: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    quarantine: list[dict[str, Any]] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def numbers(self) -> list[list[int]]:
+        return [[step[0] for step in steps] for steps in self.steps.values()]
+
+    def behind(self, step: int) -> dict[int, list[tuple[Any, ...]]]:
+        return {rank: [s for s in steps if s[0] > step] for rank, steps in self.steps.items()}
+
+
+def play(
+    session: ov.Session, *, ranks: list[int] | None = None, steps: int | None = None, report: Callable[[int, int], Any] | None = None,
+    act: Mapping[int, Callable[[ov.Session], None]] | None = None,
+) -> Played:  # fmt: skip
+    """Trains on all ranks in turn. ``act[k]`` is done when k steps were taken."""
+    wanted = list(range(session.job.place.world_size)) if ranks is None else ranks
+    clients = {rank: session.client(rank) for rank in wanted}
+    done = Played(steps={rank: [] for rank in wanted})
+    todo = dict(act or {})
+    try:
+        while steps is None or len(done.steps[wanted[0]]) < steps:
+            if (now := todo.pop(len(done.steps[wanted[0]]), None)) is not None:
+                now(session)
+            for rank, client in clients.items():
+                step = next(client)
+                done.steps[rank].append(written(step))
+                if report is not None and (said := report(rank, step.step)):
+                    client.report(step.step, said)
+            done.states.append(plain(clients[wanted[0]].state_dict()))
+    except StopIteration:
+        pass
+    except Exception as error:
+        done.error = repr(error)
+    assert not todo, f"the run ended before steps {list(todo)}"
+    done.quarantine = session.quarantine()
+    return done
+
+
+def run(job: ov.Job, runtime: str, *, said: list[Any] | None = None, resume: Any = None, **settings: Any) -> Played:
+    """A whole run, with what is said before it begins."""
+    ways = {key: settings.pop(key) for key in ("ranks", "steps", "report", "act") if key in settings}
+    with launch(job, runtime, resume=resume, **settings) as session:
+        for event in said or ():
+            if isinstance(event, SetMixture):
+                session.set_mixture(event.weights, at=event.at)
+            elif isinstance(event, Skip):
+                session.skip(event.steps)
+            else:
+                assert isinstance(event, Add)
+                session.add_source(event.source, at=event.at, loaders=event.loaders)
+        return play(session, **ways)
+
+
+def launch(job: ov.Job, runtime: str = "process", **options: Any) -> ov.Session:
+    only = ("hosts", "constructor_hosts", "sources_per_host")
+    if runtime != "process":
+        options = {key: value for key, value in options.items() if key not in only}
+    return ov.launch(job, runtime=runtime, **{"check": True, "stall_limit_s": WAIT_S, **options})
+
+
+# who runs
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def left_after(pids: list[int], seconds: float) -> list[int]:
+    """Those of them that still run then; returns as soon as there is none."""
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def hosts_of(session: ov.Session) -> dict[str, int]:
+    """Processes of a session by name."""
+    return {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] == "host"}
+
+
+def until(what: Callable[[], Any], seconds: float = WAIT_S) -> Any:
+    """The first true answer; fails after that time."""
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.01)
+    return found
+
+
+class Program:
+    """A Python program of its own, in a process group of its own, that talks by lines."""
+
+    def __init__(self, directory: Path, body: str, *, guarded: bool = True, name: str = "program.py"):
+        path = directory / name
+        body = textwrap.dedent(body)
+        main = 'if __name__ == "__main__":\n' + textwrap.indent("main()\n", "    ") if guarded else "main()\n"
+        path.write_text(body + "\n" + main)
+        environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OVERLORD_CACHE": str(directory / "cache")}
+        self.process = subprocess.Popen(
+            [sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ,
+            start_new_session=True, cwd=directory,
+        )  # fmt: skip
+        self.pid = self.process.pid
+
+    def line(self) -> str:
+        """The next line it says; all it said at its end if there is none."""
+        assert self.process.stdout is not None
+        found = self.process.stdout.readline()
+        assert found, f"it ended: {self.end()}"
+        return found.strip()
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def end(self, seconds: float = WAIT_S) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+@contextmanager
+def program(directory: Path, body: str, **settings: Any) -> Iterator[Program]:
+    made = Program(directory, body, **settings)
+    try:
+        yield made
+    finally:
+        made.stop()

@@ -1,0 +1,179 @@
+"""Payload that comes in: nothing is believed of it before it is known to be what was planned, and no peer can break who gathers it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlord.channel.codec import decode, encode
+from overlord.constructor.assembler import Assembler
+from overlord.errors import ActorLost, OverlordError, PlanError
+from overlord.job import Batch
+from overlord.messages import Attach, Finish, Payload, Placed, Sealed, Stage
+from overlord.plan import Assignment, LoadingPlan
+from overlord.runtime.building import Building
+from overlord.runtime.gathering import MAX_EARLY, Gathering, check_payload
+from overlord.sample import Ragged
+
+AFTER = Sealed(0, np.zeros(1, np.uint8))
+
+
+def placed(step: int, lengths: list[int], origins: tuple[int, ...], doc: list[int] | None = None) -> Placed:
+    n = len(lengths)
+    zeros = np.zeros(n, np.int32)
+    main = Assignment(
+        axis="DP", n_buckets=1, n_microbatches=1, sample=np.arange(n), bucket=zeros, microbatch=zeros, slot=np.arange(n, dtype=np.int32),
+        size=np.array(lengths), cost=np.ones(n),
+    )  # fmt: skip
+    plan = LoadingPlan(
+        step=step, names=("web",), source=zeros, epoch=zeros, file=zeros, row=np.arange(n), part=zeros, tokens=np.array(lengths),
+        modules={"backbone": main},
+    )  # fmt: skip
+    return Placed(Stage(plan, np.zeros(0, np.int64), np.arange(n) if doc is None else np.array(doc), "", AFTER), origins)
+
+
+def documents(*lengths: int, first: int = 0) -> Ragged:
+    return Ragged.from_rows([np.full(n, first + i, np.int32) for i, n in enumerate(lengths)], np.int32)
+
+
+class Box:
+    """A client's box that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, list[int]] = {}
+
+    def put(self, told: Any, bucket: Any) -> None:
+        self.steps[told.step] = bucket.microbatches[0]["tokens"].tolist()
+
+    def end(self, error: Exception | None, *, drop: bool = False) -> None:
+        pass
+
+
+class Here:
+    """A constructor whose work is done at once."""
+
+    def __init__(self) -> None:
+        self.finished: list[Finish] = []
+        self.box, self._queue = Box(), deque[Any]()
+        self.building = Building(
+            [Assembler(0, [0])], batch=Batch(samples=4, context=32), multiple=1, executor=self, run=self.run, cannot=self.finished.append
+        )
+        self.gathering = Gathering(self.building)
+        self.run(self.building.attach({0: self.box}))
+
+    def submit(self, name: str, work: Any, done: Any, **_: Any) -> None:
+        done(work(), None)
+
+    def run(self, commands: Any) -> None:
+        self._queue.extend(commands)
+        while self._queue:
+            self.building.carry_out(self._queue.popleft(), self._queue)
+
+
+def test_payload_of_several_hosts_is_joined_in_the_order_of_the_plan_whenever_it_comes() -> None:
+    here = Here()
+    here.run(here.gathering.payload(Payload(0, 7, documents(3, first=20))))
+    assert here.gathering.waiting() == ""
+    here.run(here.gathering.plan(placed(0, [2, 3], (3, 7))))
+    assert here.gathering.waiting() == "step 0: payload of loader-host/3"
+    here.run(here.gathering.payload(Payload(0, 7, documents(3, first=30))))  # the first counts
+    here.run(here.gathering.payload(Payload(0, 3, documents(2, first=10))))
+    assert here.box.steps == {0: [10, 10, 20, 20, 20]}
+
+
+def test_a_bucket_that_has_no_document_in_a_step_needs_no_payload() -> None:
+    here = Here()
+    here.run(here.gathering.plan(placed(0, [], ())))
+    assert here.box.steps == {0: [0]}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        ([2], "wanted 2 documents of loader-host/3, loader-host/7, found 3"),
+        ([5], "wanted 2 tokens of web/e0/f0/r0 from loader-host/3, found 5"),
+    ],
+    ids=["too many", "of another length"],
+)  # fmt: skip
+def test_payload_that_is_not_what_was_planned_is_delivered_to_nobody(lengths: list[int], words: str) -> None:
+    here = Here()
+    here.run(here.gathering.plan(placed(4, [2, 3], (3, 7))))
+    here.run(here.gathering.plan(placed(5, [2], (3,))))
+    here.run(here.gathering.payload(Payload(4, 3, documents(*lengths))))
+    here.run(here.gathering.payload(Payload(4, 7, documents(3) if lengths == [5] else documents(3, 1))))
+    [finish] = here.finished
+    assert finish.step == 4
+    assert isinstance(finish.error, PlanError)
+    assert words in str(finish.error)
+    here.run(here.gathering.payload(Payload(5, 3, documents(2))))
+    assert here.box.steps == {}, "the job ends before step 4"
+
+
+def test_a_plan_for_hooks_is_whole_and_its_payload_is_not() -> None:
+    here = Here()
+    here.run(here.gathering.plan(placed(0, [9, 2], (3,), doc=[-1, 0])))
+    assert here.gathering.payload(Payload(0, 3, documents(2)))
+    assert here.finished == []
+
+
+def test_a_host_that_sends_no_more_ends_the_job_before_the_first_step_that_misses_it() -> None:
+    here = Here()
+    for step in (1, 2, 3):
+        here.run(here.gathering.plan(placed(step, [2, 3], (3, 7))))
+        here.run(here.gathering.payload(Payload(step, 3, documents(2))))
+    here.run(here.gathering.payload(Payload(1, 7, documents(3))))
+    here.run(here.gathering.lost(7, "killed"))
+    assert list(here.box.steps) == [1]
+    assert [(f.step, str(f.error)) for f in here.finished] == [(2, "loader-host/7 is lost: killed")]
+    assert isinstance(here.finished[0].error, ActorLost)
+    assert here.gathering.complete_until == 2
+
+
+def test_what_nobody_wants_is_not_kept() -> None:
+    here = Here()
+    here.run(here.gathering.plan(placed(5, [2], (3,))))
+    for step in (0, 4):
+        assert here.gathering.payload(Payload(step, 3, documents(2))) == []
+    for step in range(10, 10 + 2 * MAX_EARLY):
+        here.gathering.payload(Payload(step, 3, documents(2)))
+    assert len(here.gathering._early) == MAX_EARLY
+    here.run(here.gathering.payload(Payload(5, 3, documents(2, first=1))))
+    here.run(here.gathering.payload(Payload(5, 3, documents(2, first=9))))
+    assert here.box.steps == {5: [1, 1]}, "the first counts, and there is no second"
+    here.run(here.gathering.finish(Finish(6)))
+    assert here.gathering._early == {}
+
+
+THINGS = st.one_of(st.none(), st.integers(), st.floats(), st.text(max_size=3), st.binary(max_size=3), st.just([3]))
+ARRAYS = st.sampled_from(
+    [
+        np.zeros(4, np.int32), np.zeros(4, np.float32), np.zeros((2, 2), np.int64), np.zeros(0, np.int64), np.zeros(3, bool),
+        np.array([0, 2, 4]), np.array([0, 4, 2]), np.array([-1, 2]), np.array([0, 2, 5]), np.array([0, 2**62]),
+        np.array([2**62, -(2**62)]), np.array([0, 2], np.uint64), np.array([0, 2], np.int32),
+    ]
+)  # fmt: skip
+
+
+@given(THINGS, THINGS, ARRAYS, ARRAYS, st.booleans())
+def test_whatever_a_peer_sends_is_taken_as_documents_or_refused(step: Any, origin: Any, values: Any, offsets: Any, whole: bool) -> None:
+    payload = Payload(5 if whole else step, 3 if whole else origin, Ragged(values, offsets))
+    try:
+        payload = decode(*encode(payload))
+        check_payload(payload, 3)
+    except OverlordError:
+        return
+    assert (payload.origin, type(payload.step)) == (3, int)
+    joined = Ragged.concat([documents(2), payload.tokens, payload.tokens])
+    assert len(joined) == 2 * len(payload.tokens) + 1
+    assert int(joined.offsets[-1]) == len(joined.values) == 2 + 2 * payload.tokens.lengths.sum()
+
+
+def test_what_is_no_column_of_documents_is_refused() -> None:
+    for tokens in (None, 3, "x", [1], np.zeros(3), Attach(1)):
+        with pytest.raises(OverlordError, match="wanted documents of whole numbers, found"):
+            check_payload(Payload(0, 3, tokens), 3)  # type: ignore[arg-type]
