@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -22,13 +23,16 @@ if TYPE_CHECKING:
 
     from overlord.job import Job
 
-FAILED, UNUSABLE, STOPPED = 1, 2, 130  # exit codes: found failures; the job cannot run; Ctrl-C
+FAILED, UNUSABLE, STOPPED, TERMINATED = 1, 2, 130, 143  # exit codes: found failures; the job cannot run; Ctrl-C; SIGTERM
 
 job_file = click.argument("job_yaml", metavar="JOB.YAML", type=click.Path(dir_okay=False, path_type=Path))
 imports = click.option(
     "--import", "modules", metavar="MODULE", multiple=True,
     help="Import a module first: one that registers the functions which the job file names. May be given several times.",
 )  # fmt: skip
+where = click.option(
+    "--runtime", metavar="NAME", default="local", show_default=True, help="Where loaders and constructors live: local, process."
+)
 debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 
 
@@ -70,17 +74,21 @@ def demo(out: Path, steps: int, ranks: int, rows: int, seed: int, debug: bool) -
 @click.option("--rank", type=click.IntRange(min=0), help="Only this rank; without it, all ranks of the job's place.")
 @click.option("--resume", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON", help="Go on from a saved state.")
 @click.option(
-    "--save", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON", help="Write the state at the end, also after Ctrl-C."
+    "--save",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="STATE.JSON",
+    help="Write the state at the end, also after Ctrl-C or SIGTERM.",
 )
 @click.option(
     "--allow", metavar="PART", multiple=True, help="A part in which a resumed state may differ from the job, as the error names it."
 )
 @click.option("--digest", is_flag=True, help="Print a fingerprint of every step's bytes, to compare two runs.")
+@where
 @imports
 @debug
 def run(
     job_yaml: Path, steps: int | None, rank: int | None, resume: Path | None, save: Path | None, allow: tuple[str, ...], digest: bool,
-    modules: tuple[str, ...], debug: bool,
+    runtime: str, modules: tuple[str, ...], debug: bool,
 ) -> None:  # fmt: skip
     """Run a job and show what it delivers."""
 
@@ -89,7 +97,7 @@ def run(
 
         job = _read_job(job_yaml, modules)
         state = None if resume is None else read_state(resume)
-        wanted = Run(job=job, steps=steps, rank=rank, resume=state, save=save, allow=allow, digest=digest)
+        wanted = Run(job=job, steps=steps, rank=rank, resume=state, save=save, allow=allow, digest=digest, runtime=runtime)
         run_job(wanted, _console(), _console(stderr=True))
 
     _guarded(act, debug)
@@ -103,10 +111,13 @@ def run(
     "--token-file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
     help="Holds the token that clients must know. Without it OVERLORD_TOKEN says it, or one is made up.",
 )  # fmt: skip
-@click.option("--runtime", metavar="NAME", default="local", show_default=True, help="Where loaders and constructors live: local, process.")
+@where
 @click.option("--resume", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON", help="Go on from a saved state.")
 @click.option(
-    "--save", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON", help="Write the state at the end, also after Ctrl-C."
+    "--save",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="STATE.JSON",
+    help="Write the state at the end, also after Ctrl-C or SIGTERM.",
 )
 @click.option(
     "--allow", metavar="PART", multiple=True, help="A part in which a resumed state may differ from the job, as the error names it."
@@ -288,18 +299,27 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # bars are no Latin-1; a mark in their place is better than no table
             stream.reconfigure(errors="replace")
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         code = cli.main(prog_name="overlord", standalone_mode=False) or 0
     except click.ClickException as fault:
         fault.show()
         code = fault.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as stop:
         click.echo("stopped", err=True)
-        _leave(STOPPED)
+        _leave(TERMINATED if isinstance(stop.__cause__ or stop, _Terminated) else STOPPED)
     except BrokenPipeError:  # the reader of a pipe has gone, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _leave(FAILED)
     sys.exit(code)
+
+
+class _Terminated(KeyboardInterrupt):
+    """What schedulers send; also all that reaches a command which a script started with ``&``: Ctrl-C is ignored there."""
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise _Terminated
 
 
 def _leave(code: int) -> NoReturn:

@@ -17,7 +17,10 @@ from typing import Any
 PRELOAD = ("numpy", "pyarrow", "overlord.runtime.process_actor", "overlord.transforms.worker", "overlord.runtime.hosts")
 
 # A child imports the program's main file again, to find functions in it.
-UNGUARDED = '; with worker processes a program is a file that can be imported, and launches under `if __name__ == "__main__":`'
+UNGUARDED = (
+    '; with worker processes a program is a file that can be imported, launches under `if __name__ == "__main__":`, '
+    "and has the functions it sends above that line"
+)
 
 
 _server: Any = getattr(forkserver, "_forkserver", None)  # private to Python; whatever is missing in it, we do without

@@ -438,3 +438,4 @@ class Took:
 
     step: int
     waited_s: float = 0.0  # that its trainer has waited for steps, in all
+    generation: int | None = None  # of the session, where steps of several come by one link

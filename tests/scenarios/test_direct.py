@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import overlord as ov
+from overlord.channel.dialling import dial
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from tests.scenarios.test_serving import TAKE_ALL, as_json, closing, found, join_all, trainer
 from tests.unit.test_session import content, in_thread, job, launch, rest, rows, take, whole_run
@@ -257,3 +258,32 @@ def test_clients_live_on_the_machine_of_the_session() -> None:
 def test_constructor_hooks_need_constructors() -> None:
     with pytest.raises(JobError, match="code does not travel to them: leave out the job's constructor_do_plan"):
         direct(job(hooks=[ov.constructor_do_plan(remade)]))
+
+
+# Links that come twice, or not at all
+
+
+def test_a_client_that_is_announced_twice_before_the_first_step_is_sent_all_of_it() -> None:
+    wanted = [whole_run(job(n=60), rank) for rank in range(2)]
+    with direct(job(n=60)) as session:
+        clients = [session.client(r) for r in range(2)]
+        host: Any = session._host
+        for rank in range(2):  # as when its link to the planner was cut, or a source joined at that moment
+            session._pump.ask(lambda rank=rank: host._came(host._constructors[rank]), "the pump")
+        assert contents(clients) == wanted
+
+
+def test_a_client_that_no_loader_host_can_reach_ends_the_job_by_name() -> None:
+    with direct(job(n=60)) as session:
+        served = session.serve()
+        address, token = session._host.address_for(1)  # type: ignore[attr-defined]
+        hello = {
+            "role": "constructor",
+            "rank": 1,
+            "generation": 0,
+            "address": "overlord://127.0.0.1:0/nobody0000000000",
+            "pid": os.getpid(),
+        }
+        link, _ = dial(address, token, hello, timeout_s=5.0)
+        with link, ov.connect(served, 0, served.token) as client, pytest.raises(ActorLost, match="client/1 is lost"):
+            rest(client)

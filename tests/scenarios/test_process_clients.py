@@ -255,3 +255,15 @@ def test_whoever_keeps_all_it_gets_stops_nobody() -> None:
         got = {rank: [written(step) for step in kept[rank]] for rank in range(2)}
     assert got == run(made, "local").steps
     assert {rank: [written(step) for step in kept[rank]] for rank in range(2)} == got, "and what was got stays when the session is closed"
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["hand back all they get", "keep all they get"])
+def test_less_shared_memory_than_the_window_needs_stops_nobody_whose_trainers(keeps: bool) -> None:
+    made = job(until=30)
+    alone = run(made, "local")
+    with launch(made, ring_bytes=4 * 2**16, stall_limit_s=10) as session:
+        clients, kept = [session.client(rank) for rank in range(2)], list[Any]()
+        for i in range(30):
+            steps = [next(client) for client in clients]
+            assert [written(step) for step in steps] == [alone.steps[rank][i] for rank in range(2)]
+            kept += [list(step) for step in steps] if keeps else []

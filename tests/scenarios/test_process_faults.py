@@ -6,6 +6,8 @@ import gc
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -298,6 +300,20 @@ def test_code_that_cannot_be_sent_is_refused_at_launch_and_leaves_nothing() -> N
     with pytest.raises(ActorLost, match=r"loader-host/0 is lost: .* said why on stderr; it may miss a module"):
         launch(job(sources=[with_map(Broken())]))
     until(lambda: threading.active_count() <= before)
+
+
+def test_a_function_of_a_notebook_is_refused_with_its_name_and_a_hook_as_a_hook(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"tokens": [1, 2]}\n' * 20)
+    text = (
+        "import overlord as ov\ndef mine(row):\n    return row\n"
+        f"web = ov.Source('web', {str(tmp_path / 'rows.jsonl')!r}, transforms=[ov.Map(mine), ov.Tokens()])\n"
+        "job = ov.Job(name='n', sources=[web], batch=ov.Batch(samples=4, context=64), until=2)\n"
+        "try:\n    ov.launch(job, runtime='process').close()\nexcept ov.JobError as error:\n    print(error)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60).stdout
+    assert "source 'web': cannot be sent to another process: mine was defined in a notebook" in said
+    with pytest.raises(JobError, match=r"hooks: cannot be sent to another process: .*lambda.*runtime='local'"):
+        launch(job(hooks=(ov.constructor_do_plan(lambda *given: None),)))
 
 
 def test_a_tokenizer_that_is_missing_is_told_at_launch(tmp_path: Path) -> None:

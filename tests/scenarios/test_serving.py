@@ -224,6 +224,30 @@ def test_a_rank_that_went_away_is_named_and_may_come_again() -> None:
             again.close()
 
 
+def train_until(served: Served, end: BaseException, first: int) -> None:
+    """Rank 1 takes two steps, and leaves its block by an exception."""
+    with ov.connect(served, 1, served.token) as client:
+        assert [step for step, *_ in take(client, 2)] == [first, first + 1]
+        raise end
+
+
+def test_a_trainer_that_crashes_inside_its_block_has_not_left_and_may_come_again() -> None:
+    with launch(job(n=60), prefetch=3, stall_limit_s=0.3) as session:
+        served = session.serve()
+        with ov.connect(served, 0, served.token) as client:
+            with pytest.raises(ZeroDivisionError):
+                train_until(served, ZeroDivisionError(), 0)
+            take(client, 5)
+            wait_until(lambda: not session._clients[1].there)  # type: ignore[attr-defined]
+            with pytest.raises(DataStall, match="rank 1, whose client"):
+                next(client)
+            with pytest.raises(SystemExit):
+                train_until(served, SystemExit(0), 2)  # it goes on behind the last step its rank took
+            take(client, 2)  # who ends with code 0 has left, and is not waited for
+            with pytest.raises(LinkRefused, match="its client was closed"):
+                ov.connect(served, 1, served.token)
+
+
 def wait_until(so: Callable[[], Any], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not so():
@@ -364,6 +388,30 @@ def test_a_session_that_is_moved_moves_its_connected_clients_too() -> None:
         closing(clients)
 
 
+@runtimes
+def test_a_step_of_before_the_session_was_moved_is_not_handed_out_after_it(runtime: str) -> None:
+    with launch(job(n=60), runtime=runtime) as session:
+        clients = join_all(session.serve(), 2)
+        start = session.state_dict()
+        wanted = [take(c, 3) for c in clients]
+        wait_until(lambda: all(len(client._inbox) for client in clients))
+        session.load_state_dict(start)
+        assert [take(c, 3) for c in clients] == wanted
+        closing(clients)
+
+
+@runtimes
+def test_clients_that_came_to_the_end_go_on_when_the_session_is_moved_back(runtime: str) -> None:
+    with launch(job(n=60), runtime=runtime) as session:
+        clients = join_all(session.serve(), 2)
+        take(clients[0], 2), take(clients[1], 2)
+        state = clients[0].state_dict()
+        behind = [[content(step) for step in row] for row in zip(*clients, strict=False)]
+        session.load_state_dict(state)
+        assert [[content(step) for step in row] for row in zip(*clients, strict=False)] == behind
+        closing(clients)
+
+
 def _at(made: ov.Job, step: int) -> dict[str, Any]:
     with launch(made) as session:
         clients = [session.client(r) for r in range(made.place.world_size)]
@@ -408,6 +456,20 @@ def test_a_connected_client_counts_in_the_metrics() -> None:
         closing(clients)
         assert session.metrics()["clients"] == {}
         assert session.state_dict()["step"] == 3
+
+
+def test_the_metrics_say_in_which_process_a_connected_client_lives_and_whether_it_is_there() -> None:
+    def row() -> tuple[Any, str]:
+        return next((a["pid"], a["state"]) for a in session.metrics()["actors"] if a["name"] == "client/0")
+
+    with launch(job(dp=1)) as session:
+        served = session.serve()
+        assert row() == (None, "not connected yet")
+        there = trainer(served, 0, "next(client)\nprint(json.dumps(1), flush=True)\nsys.stdin.read()")
+        wait_until(lambda: row() == (there.pid, "connected"))
+        there.kill()
+        there.communicate()
+        wait_until(lambda: row() == (None, "went away"))
 
 
 @runtimes
@@ -518,6 +580,23 @@ def test_what_a_client_says_of_itself_is_not_believed_before_it_is_checked() -> 
         link.close()
         with pytest.raises(LinkRefused, match="step 0 was handed out already and is kept no longer"):
             raw(served)
+
+
+def test_a_step_taken_before_the_session_was_moved_counts_for_nothing_after_it() -> None:
+    with launch(job(n=60, dp=1), prefetch=3) as session:
+        served, start = session.serve(), session.state_dict()
+        ov.connect(served, 0, served.token)._inbox.end(None)  # it begins
+        link = raw(served)
+        assert [link.recv(10).told.step for _ in range(3)] == [0, 1, 2]
+        session.load_state_dict(start)
+        assert link.recv(10)["moved"] == 1
+        assert [link.recv(10).told.step for _ in range(3)] == [0, 1, 2]
+        link.send(Took(1, generation=0))  # it was on its way
+        assert link.recv(0.2) is TIMEOUT
+        assert session.state_dict() == start
+        link.send(Took(0, generation=1))
+        assert link.recv(10).told.step == 3
+        link.close()
 
 
 def test_a_step_that_comes_twice_is_taken_once() -> None:
@@ -795,16 +874,17 @@ def test_the_command_serves_a_job_to_its_end(job_file: Path) -> None:
     assert json.loads(state.read_text())["step"] == 5
 
 
-def test_ctrl_c_ends_the_command_within_a_second_and_saves(job_file: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_or_sigterm_ends_the_command_within_a_second_and_saves(job_file: Path, number: signal.Signals, code: int) -> None:
     state = job_file.with_name("state.json")
     process = overlord("serve", str(job_file), "--save", str(state))
     served = printed(process)
     client = ov.connect(served, 0, served.token)
     take(client, 2)
     start = time.monotonic()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     process.communicate(timeout=30)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert time.monotonic() - start < 5, "a second, on a machine that does nothing else"
     assert json.loads(state.read_text())["step"] == 0, "the step that all took: rank 1 took none"
     with pytest.raises(OverlordError, match="the session is closed"):

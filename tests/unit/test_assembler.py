@@ -58,6 +58,20 @@ def test_so_many_steps_are_built_ahead_of_the_fastest_rank_and_no_more() -> None
     assert assembler.handle(Built(3)) == [Release(3, 0)]
 
 
+def test_payload_that_comes_out_of_order_does_not_keep_the_next_step_from_being_built() -> None:
+    assembler = Assembler(0, [0], build_ahead=2)
+    assembler.handle(Attach(0))
+    for step in range(4):
+        assembler.handle(stage(step))
+    assert assembler.handle(Staged(2)) == []
+    assert assembler.handle(Staged(1)) == [Build(1, 0)]
+    assert assembler.handle(Staged(3)) == []
+    assert assembler.handle(Staged(0)) == [Build(0, 0)]
+    assembler.handle(Built(1))
+    assert assembler.handle(Built(0)) == [Deliver(0, 0), Deliver(1, 0)]
+    assert assembler.handle(Consumed(0, 1)) == [Release(0, 0), Release(1, 0), Build(2, 0), Build(3, 0)]
+
+
 def test_payload_of_steps_that_are_not_built_goes_with_the_last_rank_and_with_the_end() -> None:
     for event in (Detach(0), Finish(1)):
         assembler = Assembler(0, [0], build_ahead=1)

@@ -92,6 +92,15 @@ def test_a_job_that_repeats_but_has_an_end_needs_no_steps(tmp_path: Path) -> Non
     assert len(step_lines(overlord("run", job_file(tmp_path, epochs=None, until=3), "--digest"))) == 3
 
 
+def test_a_run_in_processes_has_the_digests_of_one_in_this_process(tmp_path: Path) -> None:
+    args = [sys.executable, "-m", "overlord", "run", str(job_file(tmp_path)), "--steps", "3", "--digest", "--runtime"]
+    ran = [subprocess.run([*args, name], env=_env(), capture_output=True, text=True, timeout=60) for name in ("local", "process")]
+    assert [r.returncode for r in ran] == [0, 0], [r.stderr for r in ran]
+    local, process = ([line for line in r.stdout.splitlines() if line.startswith(("step ", "digest"))] for r in ran)
+    assert local == process
+    assert len(local) == 4
+
+
 def test_two_runs_have_equal_digests_and_another_seed_has_others(tmp_path: Path) -> None:
     job = job_file(tmp_path)
     first, second = (step_lines(overlord("run", job, "--steps", "3", "--digest")) for _ in range(2))

@@ -86,7 +86,8 @@ def listen_tcp(host: str, port: int) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that was killed must not block its successor
-    return _listening(sock, (host, port), f"{host}:{port}", "choose another port, or 0 for any")
+    remedy = "choose another port, or 0 for any; the host must be an address of this machine"
+    return _listening(sock, (host, port), f"{host}:{port}", remedy)
 
 
 def _listening(sock: socket.socket, where: str | tuple[str, int], name: str, remedy: str) -> socket.socket:

@@ -13,7 +13,7 @@ import numpy as np
 from overlord.channel.slot import map_foreign
 from overlord.errors import FrameError
 
-MAX_SLOTS = 1024  # of one peer; a ring has 64
+MAX_SLOTS = 4096  # of one peer: as many as a ring may have
 MAX_CELLS = 2**16
 
 

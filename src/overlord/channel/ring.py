@@ -126,7 +126,9 @@ class Ring:
     def wait(self, nbytes: int, wait_s: float) -> np.ndarray:
         """The same, waiting up to ``wait_s``."""
         if nbytes > self.max_bytes:
-            raise OverlordError(f"ring {self.name!r}: {nbytes} bytes were asked for, max_bytes is {self.max_bytes}; raise it")
+            raise OverlordError(
+                f"ring {self.name!r}: {nbytes} bytes were asked for, max_bytes is {self.max_bytes}; raise it (launch: ring_bytes)"
+            )
         found = self.take(nbytes)
         if found is not None:
             return found

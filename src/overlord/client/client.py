@@ -172,7 +172,8 @@ class Client:
         return self
 
     def __exit__(self, kind: object, *exc: object) -> None:
-        self._failed = kind is not None
+        value = exc[0] if exc else None
+        self._failed = kind is not None and not (isinstance(value, SystemExit) and not value.code)  # sys.exit(0) is no failure
         self.close()
 
     def __repr__(self) -> str:

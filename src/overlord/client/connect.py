@@ -167,8 +167,10 @@ class _Connected:
     def _close(self) -> None:
         inbox = self._client._inbox if self._client is not None else None
         took = (-1, -1) if inbox is None else (cast(Away, inbox).generation, cast(Away, inbox).taken)
+        keeps = self._started["constructors"]  # steps for a rank that is not there
+        crashed = keeps and self._client is not None and self._client._failed  # it did not leave: its trainer may come again
         with contextlib.suppress(OverlordError):  # nobody is there any more: then nobody waits for this rank either
-            self._asking.ask("detach", timeout_s=LEAVE_S, took=took)
+            self._asking.ask("crashed" if crashed else "detach", timeout_s=LEAVE_S, took=took)
         self._asking.close()
 
 

@@ -45,7 +45,7 @@ class Followed(Exception):
     """No error: the whole session was moved to a state, and its clients with it. It ends what is waited for."""
 
     def __init__(self, generation: int, state: Sealed, address: str, token: str):
-        super().__init__(generation, state, address, token)
+        super().__init__(f"the session was moved to step {state.step}")  # the token is for no one's eyes
         self.generation, self.state, self.address, self.token = generation, state, address, token
 
 
@@ -73,11 +73,18 @@ class DirectInbox:
         try:
             while True:
                 try:
+                    self._ask_whether_moved()
                     return self._inbox.get(max(0.0, start + timeout_s - time.monotonic()))
                 except Followed as moved:
                     self._follow(moved)
         finally:
             self.waited_s += time.monotonic() - start
+
+    def _ask_whether_moved(self) -> None:
+        """The planner's link is gone: if the whole session was moved, what waits here is of a time that is over."""
+        if self._own is not None and self._own.trouble:
+            with contextlib.suppress(OverlordError):  # nobody to ask, or no steps to come: those that are here are handed out
+                self._where(self.generation)
 
     def _follow(self, moved: Followed) -> None:
         """In the trainer's thread, so that it knows of which generation a step is."""
@@ -151,7 +158,8 @@ class OwnConstructor(Carrier):
     def _opened(self, link: Link, hello: Mapping[str, Any]) -> dict[str, Any]:
         if hello.get("role") != "loader" or type(hello.get("host")) is not int:
             raise OverlordError(f"rank {self._rank}: wanted a loader host, found {hello!r:.100}")
-        self._loaders[link] = hello["host"]
+        host = self._loaders[link] = hello["host"]
+        self._pump.post(lambda: self._gathering.found(host))
         return {}
 
     def _message(self, link: Link, value: Any) -> None:
@@ -162,7 +170,8 @@ class OwnConstructor(Carrier):
 
     def _left(self, link: Link, reason: str) -> None:
         host = self._loaders.pop(link)
-        self._pump.post(lambda: self.run(self._gathering.lost(host, reason)))
+        if host not in self._loaders.values():  # else it has come again
+            self._pump.post(lambda: self.run(self._gathering.lost(host, reason)))
 
     # the planner's link, in a thread of its own
 

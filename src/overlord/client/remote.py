@@ -43,11 +43,14 @@ class RemoteInbox:
         self._reconnect_s, self._max_held = reconnect_s, prefetch + SPARE_SLOTS
         self._steps: deque[tuple[Told, Bucket]] = deque()
         self.taken = -1
+        self._taking = generation  # of which the step is that was handed out last
         self._ended = False
         self._error: BaseException | None = None
         self._lost_at: float | None = None  # when the link broke; None while it holds
         self._fault: BaseException | None = None
         self._pause = FIRST_PAUSE_S
+        self._tried_at: float | None = None  # since when the link is tried again
+        self._silent = False  # the session was asked, since the link broke, and is not there either
         self._waited_s = 0.0
         self._changed = threading.Condition()  # for the reading thread, where there is one
         self._mine = threading.Lock()  # held by whoever reads the link: two readers would swap steps
@@ -68,8 +71,11 @@ class RemoteInbox:
     def _get(self, deadline: float) -> tuple[Told, Bucket] | None:
         while True:
             self._drain()
+            if self._link is None and (self._steps or self._ended):
+                self._ask_whether_moved()
             if self._steps:
                 told, bucket = self._steps[0]
+                self._taking = self.generation
                 self._next = told.step + 1  # first: what comes again is known by it
                 self._steps.popleft()
                 return told, bucket
@@ -87,7 +93,7 @@ class RemoteInbox:
         self.taken = step
         if (link := self._link) is not None:
             with contextlib.suppress(ActorLost, DataStall):
-                link.send(Took(step, self._waited_s), timeout_s=DIAL_S)
+                link.send(Took(step, self._waited_s, self._taking), timeout_s=DIAL_S)
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
         """This side ends it."""
@@ -170,10 +176,24 @@ class RemoteInbox:
                 self.move(int(value["moved"]), value["after"])
             self._changed.notify_all()
 
+    def _ask_whether_moved(self) -> None:
+        """The link is gone, and with it the word that the whole session was moved: then what is kept here is of a time that is over.
+        Whoever cannot be asked has not moved; what the answer is else is heard when the link is tried again."""
+        if self._silent:
+            return
+        try:
+            self._where(self.generation)
+        except ActorLost:
+            self._silent = True  # once for each fall: the steps that are kept must not wait for who is not there
+        except OverlordError as fault:
+            log.debug("rank %d: %s", self.rank, fault)
+
     def move(self, generation: int, after: Sealed) -> None:
         """The whole session was moved, and this client with it."""
         self._steps.clear()
-        self._ended, self._error = False, None
+        self._ended, self._error, self.taken = False, None, -1  # what was taken before says nothing of the steps to come
+        if self._link is None and self._lost_at is None:  # it had ended
+            self._lost_at = time.monotonic()
         self.generation, self._next = generation, after.step
         self._on_moved(after)
 
@@ -193,6 +213,7 @@ class RemoteInbox:
         link, _ = dial(self.address, self._token, hello, timeout_s=timeout_s)
         link.max_held = self._max_held
         self._link, self._lost_at, self._fault, self._pause = link, None, None, FIRST_PAUSE_S
+        self._tried_at, self._silent = None, False
         if self.taken >= 0:  # while the link was gone, perhaps
             self.took(self.taken)
         if not link.shares_memory:
@@ -213,7 +234,9 @@ class RemoteInbox:
 
     def _try_again(self, seconds: float) -> None:
         assert self._lost_at is not None
-        gone = time.monotonic() - self._lost_at
+        if self._tried_at is None:  # a trainer may have been busy with the steps it had for longer than that
+            self._tried_at = time.monotonic()
+        gone = time.monotonic() - self._tried_at
         if gone >= self._reconnect_s:
             self._give_up(gone)
         try:
@@ -224,7 +247,7 @@ class RemoteInbox:
                 self.end(fault)
                 return
             self._fault = fault
-            time.sleep(max(0.0, min(self._pause, seconds, self._lost_at + self._reconnect_s - time.monotonic())))
+            time.sleep(max(0.0, min(self._pause, seconds, self._tried_at + self._reconnect_s - time.monotonic())))
             self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
         except LinkRefused as refused:
             self.end(OverlordError(refused.reason))

@@ -75,16 +75,17 @@ class Assembler:
         return []
 
     def _build(self) -> list[Command]:
-        """The next steps whose payload is here, up to a few that the fastest rank has not taken: a slow one holds back nobody."""
+        """Those of the next steps whose payload is here: a few beyond what the fastest rank has taken, so that a slow one holds back
+        nobody. Payload may come out of order; which steps are next does not depend on it."""
         if not self._wanted:
             return []
         taken, commands = max(self._wanted.values()), list[Command]()
-        ready = sum(status in (BUILDING, BUILT) for step, status in self._steps.items() if step > taken)
+        place = 0  # of the step among those that the fastest rank has not taken
         for step, status in self._steps.items():
-            if status == STAGED and (ready < self._ahead or step <= taken):
+            if status == STAGED and place < self._ahead:
                 self._steps[step] = BUILDING
-                ready += step > taken
                 commands.append(Build(step, self.bucket))
+            place += step > taken
         return commands
 
     def _is_over(self, step: int) -> bool:

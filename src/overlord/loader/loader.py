@@ -145,9 +145,9 @@ class Loader:
         """
         if self.ready < self._must:
             return self._must - self.ready
-        worth = max(self._block_rows, int(BLOCK_S / self._row_s) if self._row_s > 0 else 0)
+        worth = max(self._block_rows, self._level - self.ready, int(BLOCK_S / self._row_s) if self._row_s > 0 else 0)
         self._grown = min(2 * self._grown, 2**20)
-        return max(self._level - self.ready, min(worth, self._grown))
+        return min(worth, self._grown)
 
     def set_budget(self, nbytes: int) -> None:
         """What it may hold ready from now on: sources that join share one budget."""

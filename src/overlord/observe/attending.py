@@ -48,6 +48,8 @@ def serve_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
             say(str(session.serve(host=wanted.host, port=wanted.port, token=wanted.token)))
             with _showing(err) as show:
                 attend(session, show)
+            finish = session._host.planner.finished
+            err.print("all clients have left" if finish is None else f"the job has ended: {finish.step} steps in all", soft_wrap=True)
         finally:
             if wanted.save is not None:
                 save_state(wanted.save, session)

@@ -68,14 +68,14 @@ def mix_by_step(mixed: Iterable[Mixed], names: Sequence[str]) -> dict[str, Any]:
     return {"step": [m.step for m in steps], **columns}
 
 
-def actors(figures: Mapping[str, Any], ranks: Sequence[int]) -> list[dict[str, Any]]:
-    """Every part of the job, where it lives and what it does."""
+def actors(figures: Mapping[str, Any], clients: Mapping[int, Any]) -> list[dict[str, Any]]:
+    """Every part of the job, where it lives and what it does; None is a process that this machine does not know."""
     here = os.getpid()
     found = [_actor("planner", "planner", here, "planning")]
     found += [_actor(host["name"], "host", host["pid"], host["state"]) for host in figures["hosts"]]
     found += [_actor(loader_name(row), "loader", row["pid"], row["doing"]) for row in figures["loaders"]]
     found += [_actor(_constructor_name(row), "constructor", row["pid"], row["doing"]) for row in figures["constructors"]]
-    found += [_actor(f"client/{rank}", "client", here, "attached") for rank in ranks]
+    found += [_actor(f"client/{rank}", "client", *getattr(c, "whereabouts", (here, "attached"))) for rank, c in clients.items()]
     workers = [row for row in figures["loaders"] if row["worker"]]
     return found + [
         _actor(f"worker/{r['source']}/{r['loader']}", "worker", r["worker_pid"], "running" if r["worker_pid"] else "lost") for r in workers

@@ -39,6 +39,7 @@ class Run:
     save: Path | None = None
     allow: tuple[str, ...] = ()
     digest: bool = False
+    runtime: str = "local"
 
 
 def never_ends(job: Job) -> bool:
@@ -57,7 +58,7 @@ def run_job(run: Run, console: Console, err: Console) -> Meter:
     if run.save is not None and not run.save.absolute().parent.is_dir():  # before the run, not after it
         raise JobError([f"cannot be written: {run.save.absolute().parent} is no folder"], str(run.save))
     meter, chain = Meter(), ""
-    with ov.launch(run.job, resume=run.resume, allow=run.allow) as session:
+    with ov.launch(run.job, runtime=run.runtime, resume=run.resume, allow=run.allow) as session:
         ranks = range(run.job.place.world_size) if run.rank is None else [run.rank]
         try:
             with _showing(err, run.steps) as show:

@@ -37,6 +37,7 @@ from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.worker import TransformWorker
 
 STATE_VERSION = 1
+READ_AHEAD = 2  # steps, where everything is in one process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,7 +107,7 @@ class Blueprint:
             batch=job.batch, place=job.place, strategy=self.strategy, schedule=schedule, seed=job.seed, until=job.until,
             draw=job.draw, mix_every=job.mix_every, feedback_lag=job.feedback_lag, takes_feedback=learns(job.mixture),
             look_ahead=job.look_ahead, max_age=job.max_age, prefer=getattr(schedule, "prefer", None), overflow=job.overflow,
-            prefetch=options.prefetch, read_ahead=options.read_ahead,
+            prefetch=options.prefetch, read_ahead=options.read_ahead or READ_AHEAD,
         )  # fmt: skip
         return Planner(spec, state or initial_state(spec))
 
@@ -124,10 +125,11 @@ class Blueprint:
             hooks=tuple(job.hooks), seed=job.seed,
         )  # fmt: skip
 
-    def with_loaders(self, loaders: Sequence[int]) -> Blueprint:
-        """This blueprint with so many loaders for each source."""
+    def with_loaders(self, loaders: Sequence[int], read_ahead: int) -> Blueprint:
+        """This blueprint with so many loaders for each source, that read so many steps ahead where nobody said how many."""
         other = copy.copy(self)
-        other.options = replace(self.options, loaders=dict(zip(self.job.names, loaders, strict=True)))
+        by_name = dict(zip(self.job.names, loaders, strict=True))
+        other.options = replace(self.options, loaders=by_name, read_ahead=self.options.read_ahead or read_ahead)
         return other
 
     def loaders_for(self, i: int, cursor: Cursor) -> list[tuple[Loader, SourceReader]]:

@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from overlord.channel.link import Link
+from overlord.channel.ring import Ring
 from overlord.channel.seal import seal
 from overlord.channel.serverlink import ServerLink
 from overlord.client.client import State
 from overlord.constructor.builder import Bucket
+from overlord.constructor.slabs import SlabPool
 from overlord.errors import ActorLost, DataStall, FrameError, OverlordError
 from overlord.messages import Ended, Handed, Sealed, Told, Took
 from overlord.runtime.building import Mailbox
@@ -34,6 +36,25 @@ KEPT_SEALS = 64  # states of the last steps as bytes: ranks of other buckets are
 
 def sealed(state: State) -> Sealed:
     return state if isinstance(state, Sealed) else seal(state)
+
+
+class Slabs:
+    """Memory for microbatches that clients map. When all of it is in use, by trainers that keep what they got, memory of this
+    process serves: what is built there is copied on its way, and nobody waits for anybody."""
+
+    def __init__(self, ring: Ring):
+        self._ring, self._more = ring, SlabPool()
+
+    def __call__(self, nbytes: int) -> np.ndarray:
+        found = self._ring.take(nbytes) if nbytes <= self._ring.max_bytes else None
+        return self._more(nbytes) if found is None else found
+
+    @property
+    def nbytes(self) -> int:
+        return self._ring.nbytes + self._more.nbytes
+
+    def close(self) -> None:
+        self._more.close()
 
 
 class Outbox:
@@ -123,8 +144,11 @@ class Outbox:
         if self._ended is not None:
             self._send(self._ended)
 
-    def took(self, link: Link, step: int, waited_s: float) -> bool:
-        """Under the lock: whether this is news. Steps up to here may go. One that was never sent is not believed."""
+    def took(self, link: Link, step: int, waited_s: float, generation: int | None = None) -> bool:
+        """Under the lock: whether this is news. Steps up to here may go. One that was never sent is not believed, and one that was
+        taken before the session was moved is not the one of that number that is kept here."""
+        if generation not in (None, self.generation):
+            return False
         if link is not self._link or not self._taken < step <= self._put:
             return False
         self._taken, self.waited_s = step, waited_s
@@ -270,7 +294,7 @@ class Delivery:
             raise OverlordError(f"wanted Took from a client, found {type(value).__name__}")
         with self.lock:
             box = self._of_link.get(link)
-            news = box is not None and box.took(link, value.step, value.waited_s) and self._boxes.get(box.rank) is box
+            news = box is not None and box.took(link, value.step, value.waited_s, value.generation) and self._boxes.get(box.rank) is box
         if news and box is not None:  # outside the lock: whoever is told has locks of its own
             if self.on_took is not None:
                 self.on_took(box, value.step)

@@ -168,7 +168,7 @@ class DirectHost(ProcessHost):
 
     def _came(self, client: Linked) -> None:
         self._constructors[client.rank] = client
-        for remote in self._loaders.values():
+        for remote in list(self._loaders.values()):  # a source may be joining, in another thread
             remote.out.append(("constructor", client.rank, client.address, self._token))
         if self.planner.finished is not None:
             client.out.append(self.planner.finished)
@@ -178,7 +178,7 @@ class DirectHost(ProcessHost):
     def _went(self, client: Linked, reason: str) -> None:
         """Before the first step another may come in its place. After it, what was sent to one that died is lost, and so is the job;
         one that ended in order was closed, or its session is moving, and others tell."""
-        for remote in self._loaders.values():
+        for remote in list(self._loaders.values()):
             remote.out.append(("leave", client.rank))
         if self._begun and client.rank in self._attached and not client.left and self.planner.finished is None:
             self._lost(client, reason)
@@ -207,7 +207,7 @@ class DirectHost(ProcessHost):
         if rank in self._attached:
             self._attached.discard(rank)
             self._served[self._bucket_of[rank]] -= 1
-            for remote in self._loaders.values():
+            for remote in list(self._loaders.values()):
                 remote.out.append(("leave", rank))
             self.run(self.planner.handle(Detach(rank)))
             self._begin()

@@ -160,6 +160,13 @@ class Seat:
         self.there, self.peer, self.since = there, peer or self.peer, time.monotonic()
 
     @property
+    def whereabouts(self) -> tuple[int | None, str]:
+        """Its process, where it is one of this machine, and whether it is there."""
+        kind, _, number = self.peer.partition(" ")
+        state = "connected" if self.there else "went away" if self.peer else "not connected yet"
+        return int(number) if kind == "process" and self.there and number.isdecimal() else None, state
+
+    @property
     def absent(self) -> str:
         """Why it takes nothing, in words; empty while its client is there."""
         if self.there:

@@ -69,6 +69,10 @@ class Gathering:
         self._gone[host] = reason
         return [command for step in sorted(self._expected) for command in self._see(step)]
 
+    def found(self, host: int) -> None:
+        """A loader host is linked, or linked again."""
+        self._gone.pop(host, None)
+
     def _see(self, step: int) -> list[Any]:
         """Whether all payload of a step is here."""
         if step not in self._expected:  # the one before it could not be, which ended the job

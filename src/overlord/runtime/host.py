@@ -227,6 +227,9 @@ class Host(Carrier):
             "hosts": [],
         }
 
+    def broke(self, error: Exception) -> None:
+        """The pump has stopped for good: whoever waits is told by the session."""
+
     def close(self) -> None:
         """Take no more work; outcomes of what is under way lead nowhere."""
         if isinstance(self._executor, ThreadExecutor):

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ from overlord.observe.memory import pss_bytes
 from overlord.runtime.bootstrap import SourceKit, open_loader
 from overlord.runtime.building import Building
 from overlord.runtime.carrier import Carrier
-from overlord.runtime.delivery import Delivery
+from overlord.runtime.delivery import Delivery, Slabs
 from overlord.runtime.gathering import Gathering, check_payload
 from overlord.runtime.loading import Loading
 from overlord.runtime.local import Pump, ThreadExecutor
@@ -66,7 +66,7 @@ class Settings:
     """What all hosts are told when they are started."""
 
     name: str  # of the job
-    token: str
+    token: str = field(repr=False)
     generation: int = 0  # of the session: whoever comes for another one is refused
     workers: int = 1  # threads of this host
     open_files: int = 512
@@ -318,10 +318,11 @@ class ConstructorHost(HostActor):
         super().__init__(f"constructor-host/{number}", settings)
         self._ring = Ring(name=self.name, max_bytes=settings.ring_bytes, max_slots=MAX_SLOTS)
         self._session = settings.generation
+        # Building never waits for a slot: short work is done in the pump, and without the pump no slot is let go.
         self._building = Building(
             [Assembler(b, ranks, settings.build_ahead) for b, ranks in buckets.items()], batch=batch, multiple=multiple,
             executor=self._executor, run=self.run,
-            cannot=self._events.put, hooks=hooks, slabs=self._ring,
+            cannot=self._events.put, hooks=hooks, slabs=Slabs(self._ring),
         )  # fmt: skip
         self._delivery = Delivery(took=self._heard)
         self._news, self._news_lock = dict[int, int](), threading.Lock()  # what clients took and the pump has not seen yet

@@ -33,6 +33,8 @@ class InsideBox:
                 )  # fmt: skip
             except LinkRefused as refused:
                 raise OverlordError(refused.reason) from refused
+            if self._over is not None:  # meanwhile, by another thread
+                self._remote.end(self._over)
         return self._remote
 
     def took(self, step: int) -> None:

@@ -21,7 +21,7 @@ def launch(
     """Start a job. ``runtime``: ``"local"`` embeds it in this process, ``"process"`` hosts its loaders and constructors in processes
     of this machine. ``resume``: a state to go on from.
 
-    Options (none changes the stream): prefetch=4, loaders={"web": 3}, workers=, read_ahead=2, buffer_bytes=, open_bytes=,
+    Options (none changes the stream): prefetch=4, loaders={"web": 3}, workers=, read_ahead=, build_ahead=, buffer_bytes=, open_bytes=,
     open_files=, cache_dir=, stall_warn_s=30, stall_limit_s=540 (NCCL gives up after 600), on_stall=callback(words, seconds),
     progress=callback(done, total). Of the process runtime: sources_per_host=, hosts=, constructor_hosts=, ring_bytes=, constructors=True.
     Others are still to come: partition, autoscale, shadows.

@@ -6,8 +6,8 @@ message list per turn and answer with what happened. Which process does what is 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import pickle
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,7 +18,7 @@ import numpy as np
 
 from overlord.channel.seal import seal
 from overlord.constructor.assembler import BUILD_AHEAD
-from overlord.errors import ActorLost, JobError
+from overlord.errors import ActorLost, JobError, OverlordError
 from overlord.hooks import CONSTRUCTOR, LOADER, of_kind
 from overlord.messages import (
     Announce,
@@ -45,10 +45,12 @@ from overlord.runtime.hosting import Hosting, load_of, plan_hosts
 from overlord.runtime.hosts import ConstructorHost, LoaderHost, Settings
 from overlord.runtime.inside import InsideBox
 from overlord.runtime.local import Pump
-from overlord.runtime.options import n_cores, n_workers, ring_bytes
+from overlord.runtime.options import n_cores, ring_bytes
+from overlord.runtime.sendable import sendable
 
 log = logging.getLogger("overlord")
 
+READ_AHEAD = 8  # steps: hosts that work side by side are not equally fast at every step
 START_S = 120.0  # for a host to be there: it opens its sources first, and a store may be slow
 CONSTRUCTORS_PER_CORE = 4  # a constructor host for so many cores: building is a tenth of the work where samples are tokenized
 
@@ -76,7 +78,7 @@ class ProcessHost(Asked):
     def __init__(self, blueprint: Blueprint, state: StreamState | None, control: Control, pump: Pump, generation: int = 0):
         super().__init__(check=blueprint.options.check)
         self.hosting = hosting_of(blueprint)
-        blueprint = self.blueprint = blueprint.with_loaders(self.hosting.loaders)
+        blueprint = self.blueprint = blueprint.with_loaders(self.hosting.loaders, READ_AHEAD)
         self.planner = blueprint.planner(state)
         self._control, self._pump, self._number = control, pump, generation
         self._token = secrets.token_urlsafe(24)
@@ -85,7 +87,7 @@ class ProcessHost(Asked):
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
         self._settings = Settings(
             name=blueprint.job.name, token=self._token, generation=generation,
-            workers=max(1, n_workers(blueprint.options) // self.hosting.n_hosts),
+            workers=max(1, (blueprint.options.workers or n_cores()) // self.hosting.n_hosts),
             open_files=max(1, blueprint.options.open_files // self.hosting.n_hosts), check=blueprint.options.check,
             open_bytes=max(1, blueprint.options.open_bytes // self.hosting.n_hosts), ring_bytes=ring_bytes(blueprint.options),
             build_ahead=blueprint.options.build_ahead or BUILD_AHEAD,
@@ -129,8 +131,9 @@ class ProcessHost(Asked):
     def _spawn(self) -> None:
         """Constructor hosts first, since loader hosts connect to them; each kind together."""
         job = self.blueprint.job
+        sendable(job.hooks, "hooks")
         self._start_constructors()
-        kits = {i: _sendable(self.blueprint.kit(i)) for i in range(len(job.sources))}
+        kits = {i: self._kit(i) for i in range(len(job.sources))}
         asked = {c: self._control.call(remote.handle, "address") for c, remote in self._constructors.items()}
         self._addresses = {c: self._control.get(future, START_S) for c, future in asked.items()}
         openings = self._openings(self.planner.state())
@@ -193,7 +196,7 @@ class ProcessHost(Asked):
         self.run()
 
     def _named(self, name: str) -> Remote | None:
-        return next((remote for remote in self._remotes() if remote.handle.name == name), None)
+        return next((remote for remote in self._processes() if remote.handle.name == name), None)
 
     def _ask_how(self, lost: Remote, finish: Finish) -> None:
         """A host that died is missed by its peers, who see but the end of a link; how it ended is known to who started it."""
@@ -263,12 +266,15 @@ class ProcessHost(Asked):
 
     # sources that join, loaders that move
 
+    def _kit(self, i: int) -> SourceKit:
+        return sendable(self.blueprint.kit(i), f"source {self.blueprint.job.sources[i].name!r}")
+
     def prepare_source(self, blueprint: Blueprint) -> int:
         """A host of its own for a source that joins: code crosses only when a process starts. Returns its number."""
         i, h = len(blueprint.job.sources) - 1, max(self._kits) + 1  # a number is used once: one that was dropped counts as lost
-        before, self.blueprint = self.blueprint, blueprint.with_loaders((*self.hosting.loaders, blueprint.loaders_of(i)))
+        before, self.blueprint = self.blueprint, blueprint.with_loaders((*self.hosting.loaders, blueprint.loaders_of(i)), READ_AHEAD)
         try:
-            self._start_loader_host(h, {i: _sendable(self.blueprint.kit(i))}, self.blueprint.openings(i, Cursor()), joined=False)
+            self._start_loader_host(h, {i: self._kit(i)}, self.blueprint.openings(i, Cursor()), joined=False)
             self._control.get(self._control.call(self._loaders[h].handle, "do", []), START_S)
         except BaseException:
             self.blueprint = before
@@ -298,7 +304,7 @@ class ProcessHost(Asked):
 
     def move(self, source: int, hosts: Sequence[str]) -> None:
         """Read a source elsewhere: its k-th loader on ``hosts[k % len(hosts)]``. The stream stays what it is."""
-        known = {remote.handle.name: h for h, remote in self._loaders.items() if not remote.lost}
+        known = {remote.handle.name: h for h, remote in list(self._loaders.items()) if not remote.lost}
         if unknown := [name for name in hosts if name not in known]:
             raise JobError([f"no loader host is called {name!r}; there are {', '.join(known)}" for name in unknown], "move")
         name = self.blueprint.job.names[source]
@@ -374,21 +380,16 @@ class ProcessHost(Asked):
         opening = self.blueprint.openings(source, command.cursor)[loader - sum(self.hosting.loaders[:source])]
         self._loaders[host].out.append(replace(opening, generation=command.generation))
 
+    def broke(self, error: Exception) -> None:
+        """The pump has stopped for good: constructor hosts tell their clients, who would else wait until they give up."""
+        for remote in list(self._constructors.values()):
+            if not remote.lost and not self._closed:
+                with contextlib.suppress(OverlordError):
+                    remote.call(self._control, "do", [Finish(self.planner.next_step, error)])
+
     def close(self) -> None:
         self._closed = True
         self._control.shutdown(1.0)
 
     def check(self) -> None:
         self.planner.check()
-
-
-def _sendable(kit: SourceKit) -> SourceKit:
-    """Code that is to go to another process; what cannot is told with its source, before anything is started."""
-    try:
-        pickle.dumps(kit)
-        return kit
-    except Exception as fault:  # pickle raises PicklingError, AttributeError or TypeError
-        raise JobError(
-            [f"cannot be sent to another process: {fault}; use functions of a module, not lambdas or inner functions, or runtime='local'"],
-            f"source {kit.order.name!r}",
-        ) from fault

@@ -103,7 +103,7 @@ class Questions:
             "feedback": {**found["feedback"], "invalid": self._refused},
             "files": added_up([self._blueprint.handles.metrics(), *figures.get("files", ())]),
             "clients": {r: _client_row(c, figures.get("clients", {}).get(r, {})) for r, c in list(self._clients.items())},
-            "actors": actors(figures, list(self._clients)),
+            "actors": actors(figures, dict(self._clients)),
             "transfer": figures.get("transfer", {}),
         }
 

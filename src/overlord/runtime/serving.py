@@ -9,15 +9,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from overlord.channel.address import is_loopback
 from overlord.channel.ring import Ring
 from overlord.client.client import Box, Inbox, State
-from overlord.constructor.slabs import SlabPool
 from overlord.errors import JobError, OverlordError
 from overlord.messages import Stage
-from overlord.runtime.delivery import MOVED, Delivery, Outbox
+from overlord.runtime.delivery import MOVED, Delivery, Outbox, Slabs
 from overlord.runtime.front import FrontDoor, Seat, where_it_stands
 
 if TYPE_CHECKING:
@@ -44,7 +41,9 @@ class Served(str):
     def __str__(self) -> str:
         return f"OVERLORD_ADDRESS={self.address}\nOVERLORD_TOKEN={self.token}"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        """Without the token: a repr ends up in logs."""
+        return f"Served({self.address!r})"
 
     def __format__(self, spec: str) -> str:
         return format(self.address, spec)
@@ -67,25 +66,6 @@ class Elsewhere:
 
     def __len__(self) -> int:
         return 0
-
-
-class Slabs:
-    """Memory for microbatches that clients map. When all of it is in use, by trainers that keep what they got, memory of this
-    process serves: what is built there is copied on its way, and nobody waits for anybody."""
-
-    def __init__(self, ring: Ring):
-        self._ring, self._more = ring, SlabPool()
-
-    def __call__(self, nbytes: int) -> np.ndarray:
-        found = self._ring.take(nbytes) if nbytes <= self._ring.max_bytes else None
-        return self._more(nbytes) if found is None else found
-
-    @property
-    def nbytes(self) -> int:
-        return self._ring.nbytes + self._more.nbytes
-
-    def close(self) -> None:
-        self._more.close()
 
 
 class Serving:
@@ -224,7 +204,7 @@ class Serving:
     def carry_out(self, rank: int, request: Mapping[str, Any]) -> Any:
         todo: dict[str, Callable[[int, Mapping[str, Any]], Any]] = {
             "start": self._start, "where": self._where, "why": self._why, "export": self._export, "rewind": self._rewind,
-            "report": self._report, "refused": self._refused, "detach": self._detach,
+            "report": self._report, "refused": self._refused, "detach": self._detach, "crashed": self._crashed,
         }  # fmt: skip
         if (act := todo.get(request["ask"])) is None:
             raise OverlordError(f"wanted one of {', '.join(todo)}, found {request['ask']!r:.60}")
@@ -291,6 +271,14 @@ class Serving:
     def _refused(self, rank: int, request: Mapping[str, Any]) -> None:
         with self._session._lock:
             self._session._refused += 1
+
+    def _crashed(self, rank: int, request: Mapping[str, Any]) -> None:
+        """It may come again, behind the last step it took: its last word of that may be lost with its other link."""
+        session, (generation, step) = self._session, request["took"]
+        with session._lock:
+            news = generation == session._generation and step > session._taken.get(rank, -1)
+        if news:
+            self.took(rank, step)
 
     def _detach(self, rank: int, request: Mapping[str, Any]) -> None:
         self._left.add(rank)

@@ -244,12 +244,17 @@ class Session(Questions, ServingMethods, LaterMethods):
         old = self._host
         old.close()
         self._blueprint.close()
-        for _, inbox in list(self._inboxes.values()):
-            inbox.end(OverlordError(MOVED))
-        self._pump.ask(lambda: old.stop(), "the old cores to stop")
-        host = make_engine(self._runtime, blueprint, state, self._pump, self._generation + 1)
-        if self._serving is not None:
-            self._serving.furnish(host)
+        for rank, (_, inbox) in list(self._inboxes.items()):
+            if not together or isinstance(self._clients.get(rank), Client):  # a connected one is carried over, and hears of nothing else
+                inbox.end(OverlordError(MOVED))
+        try:
+            self._pump.ask(lambda: old.stop(), "the old cores to stop")
+            host = make_engine(self._runtime, blueprint, state, self._pump, self._generation + 1)
+            if self._serving is not None:
+                self._serving.furnish(host)
+        except Exception as error:  # nothing is left to serve anyone: they are to know why
+            self._broke(error)
+            raise
         with self._lock:
             self._blueprint, self.job = blueprint, blueprint.given
             self._generation, self._mark, self._host = self._generation + 1, mark, host
@@ -402,6 +407,7 @@ class Session(Questions, ServingMethods, LaterMethods):
             error = ActorLost("the pump", f"{type(error).__name__}: {error}")
         for _, inbox in list(self._inboxes.values()):
             inbox.end(error)
+        self._host.broke(error)
 
     def close(self) -> None:
         """Stop everything. Safe to call twice, and from a signal's handler."""
