@@ -38,7 +38,7 @@ class Options:
     progress: Callable[[int, int], None] | None = None  # told (sources indexed, of how many)
     sources_per_host: int | None = None  # sources that share a loader host; None: about 25, fewer hosts than cores
     hosts: int | None = None  # cores that loader hosts may use; None: all of this machine
-    constructor_hosts: int | None = None  # processes that constructors share; None: one for four cores
+    constructor_hosts: int | None = None  # processes that constructors share; None: one for sixteen cores
     ring_bytes: int | None = None  # of shared memory that one host may use; None: a quarter of the machine's memory
     constructors: bool = True  # False: loader hosts send to every client, and each builds for itself; for measurement
     partition: str | None = None  # from here on: values other than these are still to come

@@ -52,7 +52,7 @@ log = logging.getLogger("overlord")
 
 READ_AHEAD = 8  # steps: hosts that work side by side are not equally fast at every step
 START_S = 120.0  # for a host to be there: it opens its sources first, and a store may be slow
-CONSTRUCTORS_PER_CORE = 4  # a constructor host for so many cores: building is a tenth of the work where samples are tokenized
+CORES_PER_CONSTRUCTOR = 16  # one builds a hundred million tokens a second; with several, loaders must sort payload by host
 
 
 def hosting_of(blueprint: Blueprint) -> Hosting:
@@ -118,7 +118,7 @@ class ProcessHost(Asked):
     # starting
 
     def _n_constructors(self) -> int:
-        return self.blueprint.options.constructor_hosts or min(len(self._ranks), max(1, n_cores() // CONSTRUCTORS_PER_CORE))
+        return self.blueprint.options.constructor_hosts or min(len(self._ranks), max(1, n_cores() // CORES_PER_CONSTRUCTOR))
 
     def _start_constructors(self) -> None:
         job, hooks = self.blueprint.job, of_kind(self.blueprint.job.hooks, CONSTRUCTOR)
