@@ -15,6 +15,11 @@ import overlord as ov
 from tests.corpus import FORMATS, write_rows
 
 
+def some_steps(n: int, seed: int, most: int = 10) -> list[int]:
+    """All of n steps, or where they are many the first, the last and some between: whoever restores at each of them takes n * n."""
+    return list(range(n)) if n <= most else sorted({0, n - 1, *random.Random(seed).sample(range(n), most - 2)})
+
+
 def decode(row: dict[str, Any]) -> dict[str, Any]:
     """Members of a tar are bytes; the token ids stand in one as JSON, and so do the images."""
     lists = {name: row[name] for name in ("tokens", "image_patches") if name in row}
