@@ -26,7 +26,7 @@ LAWS = ("properties/test_look_ahead.py", "properties/test_cores.py", "properties
 TESTS = {
     "planner": (
         "unit/test_golden.py", "unit/test_planner.py", "unit/test_feedback.py", "unit/test_add_source.py", "properties/test_feedback.py",
-        "properties/test_draw.py", "properties/test_merge.py", "unit/test_reader.py", *LAWS,
+        "properties/test_draw.py", "properties/test_merge.py", "unit/test_reader.py", "properties/test_cut.py", *LAWS,
     ),
     "loader": ("unit/test_golden.py", "unit/test_loader.py", "unit/test_reader.py", *LAWS),
     "constructor": (
@@ -224,7 +224,7 @@ MUTATIONS = [
         "constructor/assembler.py",
         ("steps out of order", "if status != BUILT:\n                break", "if status != BUILT:\n                continue"),
         ("released by the first", "taken = min(self._wanted.values())", "taken = max(self._wanted.values())"),
-        ("released too late", "s <= taken)]", "s < taken)]"),
+        ("released too late", "status == BUILT and s <= taken]", "status == BUILT and s < taken]"),
         ("held when all left while it was built", "if step not in self._steps or not self._wanted:", "if step not in self._steps:"),
         ("the end before the last step", "all(status == BUILT for status in self._steps.values())", "True"),
         ("delivered twice", "if last < step:", "if last <= step:"),
@@ -261,20 +261,46 @@ MUTATIONS = [
     ),
     *_at(
         "runtime/host.py",
-        ("payload of loaders in falling order", "np.flatnonzero(stage.pops).tolist()", "np.flatnonzero(stage.pops).tolist()[::-1]"),
+        ("payload of loaders in falling order", "loaders = np.flatnonzero(stage.pops)", "loaders = np.flatnonzero(stage.pops)[::-1]"),
+    ),
+    *_at(
+        "runtime/loading.py",
         (
-            "a skipped step pops nothing",
-            "pieces += self.shelves[loader].pop(n)",
-            "pieces += [] if stage.skipped else self.shelves[loader].pop(n)",
+            "what is popped stays on the shelf",
+            "pieces += hosted.shelf.pop(n)",
+            "pieces += [p for p in hosted.shelf._pieces][:1] or hosted.shelf.pop(n)",
         ),
-        ("the loader is not told of a pop", "self._queue.extend(self.loaders[loader].handle(Pop(step, n)))", "pass"),
-        ("payload of a step never let go", "                del self._holders[step], self._staged[step]", "                pass"),
+        ("the loader is not told of a pop", "commands += hosted.loader.handle(Pop(step, n))", "pass"),
+        (
+            "held payload in another order",
+            "everything = Ragged.concat([self.held, *pieces])",
+            "everything = Ragged.concat([*pieces, self.held])",
+        ),
+    ),
+    *_at(
+        "runtime/building.py",
+        ("payload of a step never let go", "del self._holders[step], self._staged[step], self._told[step]", "pass"),
         ("built steps never let go", "self._built.pop((step, bucket), None)", "pass"),
         (
             "buckets built together get each other's",
             "zip(buckets, outcome, strict=True):",
             "zip(sorted(buckets, reverse=True), outcome, strict=True):",
         ),
+    ),
+    *_at(
+        "planner/cut.py",
+        (
+            "documents in the order of the plan",
+            "order = np.lexsort((stage.doc[rows], host[stage.doc[rows]]))",
+            "order = np.arange(len(rows))",
+        ),
+        (
+            "held documents not counted",
+            "by = np.concatenate([self._held_by, np.repeat",
+            "by = np.concatenate([self._held_by[:0], np.repeat",
+        ),
+        ("samples nobody waits for are sent", "np.where(served & (not stage.skipped), self._constructor_of, -1)", "self._constructor_of"),
+        ("a constructor without documents is not told", "np.unique(goes_to[goes_to >= 0])", "np.unique(to[to >= 0])"),
     ),
 ]
 

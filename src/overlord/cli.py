@@ -33,6 +33,14 @@ imports = click.option(
 where = click.option(
     "--runtime", metavar="NAME", default="local", show_default=True, help="Where loaders and constructors live: local, process."
 )
+resuming = click.option("--resume", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON", help="Go on from a saved state.")
+saving = click.option(
+    "--save", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON",
+    help="Write the state at the end, also after Ctrl-C or SIGTERM.",
+)  # fmt: skip
+allowing = click.option(
+    "--allow", metavar="PART", multiple=True, help="A part in which a resumed state may differ from the job, as the error names it."
+)
 debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 
 
@@ -72,16 +80,9 @@ def demo(out: Path, steps: int, ranks: int, rows: int, seed: int, debug: bool) -
 @job_file
 @click.option("--steps", type=click.IntRange(min=1), help="Stop after this many steps; without it, at the end of the data.")
 @click.option("--rank", type=click.IntRange(min=0), help="Only this rank; without it, all ranks of the job's place.")
-@click.option("--resume", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON", help="Go on from a saved state.")
-@click.option(
-    "--save",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="STATE.JSON",
-    help="Write the state at the end, also after Ctrl-C or SIGTERM.",
-)
-@click.option(
-    "--allow", metavar="PART", multiple=True, help="A part in which a resumed state may differ from the job, as the error names it."
-)
+@resuming
+@saving
+@allowing
 @click.option("--digest", is_flag=True, help="Print a fingerprint of every step's bytes, to compare two runs.")
 @where
 @imports
@@ -112,16 +113,9 @@ def run(
     help="Holds the token that clients must know. Without it OVERLORD_TOKEN says it, or one is made up.",
 )  # fmt: skip
 @where
-@click.option("--resume", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON", help="Go on from a saved state.")
-@click.option(
-    "--save",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="STATE.JSON",
-    help="Write the state at the end, also after Ctrl-C or SIGTERM.",
-)
-@click.option(
-    "--allow", metavar="PART", multiple=True, help="A part in which a resumed state may differ from the job, as the error names it."
-)
+@resuming
+@saving
+@allowing
 @imports
 @debug
 def serve(

@@ -14,7 +14,10 @@ from typing import Any
 
 # Loaded once, in the fork server: a process then starts in tens of milliseconds and shares these pages with all others. What
 # stands here must start no Python thread when imported (a fork does not copy threads), and is best what every host needs.
-PRELOAD = ("numpy", "pyarrow", "overlord.runtime.process_actor", "overlord.transforms.worker", "overlord.runtime.hosts")
+PRELOAD = (
+    "numpy", "pyarrow", "overlord.runtime.process_actor", "overlord.transforms.worker", "overlord.runtime.loaderhost",
+    "overlord.runtime.constructorhost",
+)  # fmt: skip
 
 # A child imports the program's main file again, to find functions in it.
 UNGUARDED = (

@@ -195,14 +195,32 @@ def test_an_actor_that_sends_no_frames_is_ended(control: ProcessControl) -> None
     assert left_after([actor.pid], SOON_S) == []
 
 
+def test_an_actor_that_sends_no_frames_from_the_start_is_ended(control: ProcessControl) -> None:
+    """Its first words come in one read with the word that it has started."""
+    actors = [control.spawn(EarlyBabbler, name=f"early/{i}") for i in range(4)]
+    for actor in actors:
+        with pytest.raises(ActorLost, match="it sent what is no reply, and was killed: "):
+            ask(control, actor, "babble")
+    assert left_after([actor.pid for actor in actors], SOON_S) == []
+
+
+class EarlyBabbler:
+    def __init__(self) -> None:
+        babble()
+
+
+def babble() -> None:
+    from overlord.runtime import process_actor
+
+    process_actor._kept[0].send(b"not a frame" * 10)
+    time.sleep(SOON_S)
+
+
 class Babbler:
     """Writes into the socket it is called by."""
 
     def babble(self) -> None:
-        from overlord.runtime import process_actor
-
-        process_actor._kept[0].send(b"not a frame" * 10)
-        time.sleep(SOON_S)
+        babble()
 
 
 def test_an_actor_that_does_not_leave_is_killed(control: ProcessControl) -> None:

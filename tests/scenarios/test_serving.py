@@ -24,6 +24,7 @@ import overlord as ov
 from overlord.channel.dialling import dial
 from overlord.channel.link import TIMEOUT, Link
 from overlord.channel.server import Server
+from overlord.client.asking import Asking
 from overlord.client.remote import RemoteInbox
 from overlord.errors import ActorLost, DataStall, JobError, LinkRefused, OverlordError, StateMismatch
 from overlord.messages import Ended, Took
@@ -580,6 +581,19 @@ def test_what_a_client_says_of_itself_is_not_believed_before_it_is_checked() -> 
         link.close()
         with pytest.raises(LinkRefused, match="step 0 was handed out already and is kept no longer"):
             raw(served)
+
+
+@pytest.mark.parametrize("runtime", ["local", "process"])
+def test_no_token_travels_to_a_client_which_has_one(runtime: str) -> None:
+    with launch(job(n=20, dp=1), runtime=runtime) as session:
+        served = session.serve()
+        assert served.token not in repr(served)
+        asking = Asking(served.address, served.token, 0, timeout_s=10)
+        said = asking.ask("start", timeout_s=10)
+        assert said["token"] == ""
+        assert served.token not in repr(said)
+        asking.close()
+        assert next(ov.connect(served, 0, served.token)).step == 0
 
 
 def test_a_step_taken_before_the_session_was_moved_counts_for_nothing_after_it() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import struct
 import tracemalloc
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,7 +18,6 @@ from overlord.channel import records
 from overlord.channel.codec import decode, encode, register
 from overlord.channel.frame import (
     DTYPES,
-    PREFIX_BYTES,
     pack,
     unpack,
 )
@@ -30,27 +27,7 @@ from overlord.messages import Announce, Consumed, Cursor, Evaluated, Found, SetM
 from overlord.placetree import ClientPlaceTree
 from overlord.plan import Assignment, LoadingPlan
 from overlord.sample import Buffer, Columns, Ragged
-
-
-def joined(header: bytes, columns: list[np.ndarray]) -> bytes:
-    return b"".join(bytes(piece) for piece in pack(header, columns))
-
-
-def sent(value: Any) -> Any:
-    """A value over the wire and back."""
-    return decode(*unpack(joined(*encode(value))))
-
-
-def tree(value: Any) -> bytes:
-    """A header by hand."""
-    return msgspec.msgpack.encode(value)
-
-
-def with_crc(frame: bytes) -> bytes:
-    """The frame with the checksum it ought to have."""
-    columns, header = struct.unpack_from("<II", frame, 8)
-    end = PREFIX_BYTES + 88 * columns + header
-    return frame[:28] + struct.pack("<I", zlib.crc32(frame[32:end], zlib.crc32(frame[:28]))) + frame[32:]
+from tests.frames import joined, sent, tree
 
 
 @pytest.mark.parametrize(

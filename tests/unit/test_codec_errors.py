@@ -5,31 +5,13 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from overlord.channel.codec import decode, encode
-from overlord.channel.frame import (
-    pack,
-    unpack,
-)
 from overlord.errors import DataStall, FrameError, JobError, OverlordError, SourceError, StateMismatch
 from overlord.messages import Announce
-
-
-def joined(header: bytes, columns: list[np.ndarray]) -> bytes:
-    return b"".join(bytes(piece) for piece in pack(header, columns))
-
-
-def sent(value: Any) -> Any:
-    """A value over the wire and back."""
-    return decode(*unpack(joined(*encode(value))))
-
-
-def tree(value: Any) -> bytes:
-    """A header by hand."""
-    return msgspec.msgpack.encode(value)
+from tests.frames import sent, tree
 
 
 @pytest.mark.parametrize(

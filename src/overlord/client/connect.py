@@ -90,23 +90,27 @@ class _Connected:
             from overlord.client.direct import DirectInbox  # it builds, which other clients need not know how to do
 
             return DirectInbox(
-                rank=self._asking.rank, address=at["constructor"], token=at["token"], where=self._where_it_is, on_moved=self._moved,
+                rank=self._asking.rank, address=at["constructor"], token=self._token(at), where=self._where_it_is, on_moved=self._moved,
                 generation=at["generation"], reconnect_s=self._reconnect_s,
             )  # fmt: skip
         try:
             return RemoteInbox(
-                rank=self._asking.rank, address=at["constructor"], token=at["token"], where=self._where, next_step=at["state"].step,
+                rank=self._asking.rank, address=at["constructor"], token=self._token(at), where=self._where, next_step=at["state"].step,
                 generation=at["generation"], prefetch=self._started["prefetch"], reconnect_s=self._reconnect_s, on_moved=self._moved,
             )  # fmt: skip
         except LinkRefused as refused:
             raise OverlordError(refused.reason) from refused
+
+    def _token(self, at: Mapping[str, Any]) -> str:
+        """For the constructor: the one we came with, which so never travels; or one of a socket of this machine."""
+        return at["token"] or self._asking.token
 
     def _where(self, generation: int) -> tuple[str, str]:
         at = self._asking.ask("where", timeout_s=WHY_S, generation=generation)
         inbox = self._client._inbox if self._client is not None else None
         if at["generation"] != generation and isinstance(inbox, RemoteInbox):  # the whole session was moved, and this client with it
             inbox.move(at["generation"], at["state"])
-        return at["constructor"], at["token"]
+        return at["constructor"], self._token(at)
 
     def _where_it_is(self, generation: int) -> tuple[str, str]:
         """For a client that builds, which follows the session in the trainer's thread."""
@@ -114,8 +118,8 @@ class _Connected:
 
         at = self._asking.ask("where", timeout_s=WHY_S, generation=generation)
         if at["generation"] != generation:
-            raise Followed(at["generation"], at["state"], at["constructor"], at["token"])
-        return at["constructor"], at["token"]
+            raise Followed(at["generation"], at["state"], at["constructor"], self._token(at))
+        return at["constructor"], self._token(at)
 
     def _moved(self, state: Sealed) -> None:
         if self._client is not None:

@@ -73,10 +73,11 @@ def run_view(job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Seq
         for (name, s), w, n, t in zip(metrics["sources"].items(), meter.wanted, meter.samples, meter.source_tokens, strict=False)
     ]
     memory = {k: v for k, v in metrics["memory"].items() if k != "pss"}
+    peak = max(meter.peak_pss, metrics["memory"]["pss"])  # the meter sees this process, at every step; metrics all, at the end
     facts = [
         ("steps", f"{meter.steps:,}, {meter.tokens:,} tokens, {meter.tokens_per_s:,.0f} tokens/s"),
         ("wait", f"{meter.wait_ms:.1f} ms/step after a first of {meter.first_wait_s * 1e3:,.0f} ms; no trainer computes in between"),
-        ("memory", f"{size(meter.peak_pss)} (PSS of the process); held now: " + ", ".join(f"{k} {size(v)}" for k, v in memory.items())),
+        ("memory", f"{size(peak)} (PSS of all processes); held now: " + ", ".join(f"{k} {size(v)}" for k, v in memory.items())),
     ]  # fmt: skip
     parts: list[RenderableType] = [grid(head, rows), Text(""), _facts(facts)]
     if quarantine:

@@ -6,7 +6,7 @@ and for nothing else. Every input that changes the stream is an event with its f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,20 +34,20 @@ from overlord.messages import (
 )  # fmt: skip
 from overlord.plan import LoadingPlan
 from overlord.planner.ahead import Extended, Reserve
+from overlord.planner.answers import Answers
 from overlord.planner.choose import check_choice, checked_scores, counts_of, rows_of
 from overlord.planner.demand import Demand
 from overlord.planner.draw import Drawer, Drawn, Short, owed_behind, step_positions
 from overlord.planner.events import joined, said_of_all, skipped, still_in_force, widened
-from overlord.planner.gather import Joined, check_plan, check_samples, gather
+from overlord.planner.gather import Joined, check_plan, check_samples
 from overlord.planner.mixture import Mixture, nothing_to_draw
 from overlord.planner.spec import Ledger, NewSource, PlannerSpec, SourceSpec, initial_state
 from overlord.planner.stream import Piece, SourceStream
-from overlord.sample import Buffer
 
 Command = Refill | Stage | Finish | Forget | Open
 
 
-class Planner:
+class Planner(Answers):
     """``handle(event) -> commands``. One per job."""
 
     def __init__(self, spec: PlannerSpec, state: StreamState | None = None):
@@ -233,9 +233,6 @@ class Planner:
 
     # look-ahead: samples pulled from the streams and not drawn yet
 
-    def _open(self, i: int) -> int:
-        return 0 if self._reserve is None else self._reserve.open(i)
-
     def _fronts(self) -> Sequence[Extended | SourceStream]:
         return self._streams if self._reserve is None else [Extended(s, self._reserve.open(i)) for i, s in enumerate(self._streams)]
 
@@ -347,9 +344,6 @@ class Planner:
         doc[by_stream] = np.arange(len(loader))
         return self._staged(plan, pops, doc, loader, joint.cursors_behind(self._state.cursors), drawn)
 
-    def _gather(self, pieces: Joined, order: np.ndarray, substep: np.ndarray | None) -> Buffer:
-        return gather(pieces, order, substep, spec=self.spec, state=self._state, weights=self._weights)
-
     def _staged(
         self, plan: LoadingPlan, pops: np.ndarray, doc: np.ndarray, loader: np.ndarray, cursors: np.ndarray, drawn: Drawn,
         kept: np.ndarray | None = None,
@@ -368,83 +362,6 @@ class Planner:
         unseen = skipped(state.events, state.step, state.step + 1)
         valid = int(np.maximum(plan.tokens - 1, 0).sum())
         return Stage(plan, pops, doc, plan.digest(), self._state, unseen, kept, loader.astype(np.int32), valid)
-
-    # what others may ask
-
-    def state(self) -> StreamState:
-        return self._state
-
-    def summary_buffer(self) -> Buffer:
-        """All samples that are ready and not drawn, source by source in stream order: candidates for what-if, never for a plan."""
-        opened = [self._open(i) for i in range(len(self._streams))]
-        held = self._reserve.candidates(opened) if self._reserve is not None and any(opened) else None
-        pieces = list(held.pieces) if held else []
-        first = sum(p.stop - p.start for _, p in pieces)
-        pieces += [(i, piece) for i, stream in enumerate(self._streams) for piece in stream.ahead()]
-        if not pieces or not self._weights:
-            nothing: dict[str, dict[str, Any]] = {name: {"tokens": []} for name in self.spec.names}
-            return Buffer.from_columns(nothing, batch=self.spec.batch, step=self._state.step)
-        source = np.repeat([i for i, _ in pieces], [p.stop - p.start for _, p in pieces])
-        rows = np.concatenate([held.rows if held else np.zeros(0, np.int64), np.arange(first, len(source))])
-        buffer = self._gather(Joined(pieces), rows[np.argsort(source[rows], kind="stable")], None)
-        return replace(buffer, drawn=False)
-
-    @property
-    def next_step(self) -> int:
-        return self._state.step
-
-    @property
-    def finished(self) -> Finish | None:
-        """Where the job ends, once that is known."""
-        return self._finished
-
-    @property
-    def open_step(self) -> int:
-        """The first step that an event can still change."""
-        return self._state.step + (self._begun == self._state.step)
-
-    @property
-    def weights(self) -> list[float]:
-        return list(self._weights)
-
-    @property
-    def feedback(self) -> dict[str, int]:
-        """What became of reports, since this planner began."""
-        return self._mixture.feedback.counts()
-
-    def in_time(self, report: Report) -> bool:
-        """Whether a plan will use a report; one that comes too late is dropped."""
-        return self._mixture.in_time(report)
-
-    @property
-    def dropped(self) -> list[int]:
-        """Rows that filters dropped, in windows behind the samples drawn so far."""
-        return self.ledger.see_dropped([s.dropped for s in self._streams]).tolist()
-
-    def waiting_for(self) -> str:
-        """What the next plan waits for, in words."""
-        if self._finished:
-            return f"nothing: the job ends before step {self._finished.step}"
-        if self._waiting:
-            rows = [
-                f"{n - self._streams[i].ready} more of source {self.spec.sources[i].name!r}"
-                for i, n in sorted(self._waiting.items())
-                if self._streams[i].ready < n and not self._streams[i].ended
-            ]
-            return f"samples that step {self._state.step} draws: " + ", ".join(rows[:5]) + (", ..." if len(rows) > 5 else "")
-        slow = min(self._consumed, key=lambda r: self._consumed[r]) if self._consumed else -1
-        if slow >= 0 and len(self._outstanding) >= self.spec.prefetch:
-            return f"rank {slow}, which holds {self.spec.prefetch} steps it has not taken (it took step {self._consumed[slow]} last)"
-        return f"the plan of step {self._state.step}"
-
-    def check(self) -> None:
-        """Invariants, for tests."""
-        for stream in self._streams:
-            stream.check()
-        # What is deferred is owed, and weights that move leave more than a sample open.
-        constant = isinstance(self.spec.schedule, Mapping) and not self._state.events and self.spec.overflow == "grow"
-        if self.spec.batch.samples and self.spec.draw == "exact" and constant and all(self._state.active):
-            assert all(abs(o) < 2**40 for o in self._state.owed), "an account is a whole sample off"
 
 
 def _stream(s: SourceSpec, cursor: Cursor) -> SourceStream:

@@ -215,6 +215,12 @@ class DirectHost(ProcessHost):
     def _constructor(self, rank: int) -> Remote:
         return self._constructors[rank]
 
+    def listen(self, host: str, token: str) -> None:
+        """Clients build themselves, on this machine: they are told a token of ours, over a socket of this machine."""
+
+    def outside(self, rank: int) -> tuple[str, str]:
+        return self.address_for(rank)
+
     def address_for(self, rank: int) -> tuple[str, str]:
         return self._registry.address, self._token
 

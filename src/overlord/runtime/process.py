@@ -39,11 +39,13 @@ from overlord.planner.cut import Cuts, Cutter
 from overlord.planner.spec import NewSource
 from overlord.runtime.asked import Asked, Remote
 from overlord.runtime.bootstrap import Blueprint, SourceKit
+from overlord.runtime.constructorhost import ConstructorHost
 from overlord.runtime.control import Control
 from overlord.runtime.host import KeptPlans
+from overlord.runtime.hostactor import Settings
 from overlord.runtime.hosting import Hosting, load_of, plan_hosts
-from overlord.runtime.hosts import ConstructorHost, LoaderHost, Settings
 from overlord.runtime.inside import InsideBox
+from overlord.runtime.loaderhost import LoaderHost
 from overlord.runtime.local import Pump
 from overlord.runtime.options import n_cores, ring_bytes
 from overlord.runtime.sendable import sendable
@@ -107,7 +109,7 @@ class ProcessHost(Asked):
         self._loaders: dict[int, Remote] = {}
         self._constructors: dict[int, Remote] = {}
         self._addresses: dict[int, str] = {}
-        self._public: dict[int, str] = {}  # of constructor hosts, for other machines
+        self._outside: dict[int, str] = {}  # of constructor hosts, for clients in other processes
         self._kits: dict[int, frozenset[int]] = {}  # sources that a loader host can open
         try:
             self._spawn()
@@ -252,12 +254,17 @@ class ProcessHost(Asked):
         if remote.lost:
             raise ActorLost(remote.handle.name, remote.lost)
         c = int(self._constructor_of[self._bucket_of[rank]])
-        return self._public.get(c, self._addresses[c]), self._token
+        return self._addresses[c], self._token
 
-    def listen(self, host: str) -> None:
-        """Clients of other machines are expected at this interface."""
-        asked = {c: self._control.call(remote.handle, "listen", host) for c, remote in self._constructors.items()}
-        self._public = {c: self._control.get(future, START_S) for c, future in asked.items()}
+    def listen(self, host: str, token: str) -> None:
+        """Clients in other processes are expected at this interface, and show the token they were given."""
+        asked = {c: self._control.call(remote.handle, "listen", host, token) for c, remote in self._constructors.items()}
+        self._outside = {c: self._control.get(future, START_S) for c, future in asked.items()}
+
+    def outside(self, rank: int) -> tuple[str, str]:
+        """The same for a client that came by the front door; it knows the token already."""
+        self.address_for(rank)
+        return self._outside[int(self._constructor_of[self._bucket_of[rank]])], ""
 
     def inbox(self, rank: int, next_step: int) -> InsideBox:
         """Where a client in this process gets its steps: from the constructor host, as any other."""

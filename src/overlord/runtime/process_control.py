@@ -230,7 +230,7 @@ class ProcessControl(Actors[ProcessRecord]):
             # Its end comes with that of the process, but for one that is still being started and fails. Should a process have
             # closed it and live, or have sent nonsense, it is of no use to anyone.
             self._selector.unregister(record.sock)
-            if record.started:
+            if record.started or record.broken:  # nonsense may come in one read with the word that it has started
                 record.kill()
 
     def _read(self, record: ProcessRecord, times: int) -> bool:

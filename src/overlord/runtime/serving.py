@@ -97,8 +97,7 @@ class Serving:
             host.building.slabs = Slabs(self._ring)
         else:
             host.on_taken = self.took
-            if not is_loopback(self._bind):
-                host.listen(self._bind)
+            host.listen(self._bind, self.served.token)
 
     def box(self, rank: int, generation: int) -> Outbox | Elsewhere:
         return Elsewhere(rank, generation) if self.delivery is None else self.delivery.box(rank, generation)
@@ -360,12 +359,12 @@ class ServingMethods:
         return inbox
 
     def _constructor_address(self: Session, rank: int) -> tuple[str, str]:  # type: ignore[misc]
-        """Where a rank's steps come from, and the token it takes there."""
+        """Where the steps of a connected rank come from, and the token it takes there; empty: the one it came with."""
         assert self._serving is not None
-        if hasattr(self._host, "address_for"):
-            found: tuple[str, str] = self._host.address_for(rank)
+        if hasattr(self._host, "outside"):
+            found: tuple[str, str] = self._host.outside(rank)
             return found
-        return self._serving.served.address, self._serving.served.token
+        return self._serving.served.address, ""
 
 
 def _ranks(place: Any, ranks: Iterable[int] | None) -> list[int]:

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
-import operator
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from overlord.channel.seal import unseal
 from overlord.client.client import Box, Client, State
 from overlord.client.direct import DirectInbox
-from overlord.errors import ActorLost, DataStall, JobError, OverlordError, PlanError, StateMismatch
+from overlord.errors import ActorLost, DataStall, JobError, OverlordError, StateMismatch
 from overlord.hashing import digest
-from overlord.job import Job, Source, did_you_mean
-from overlord.messages import Report, SetMixture, Skip, StreamState
-from overlord.planner.events import Event, Log, said_of_all
-from overlord.planner.feedback import checked
-from overlord.planner.schedule import plain
+from overlord.job import Job
+from overlord.messages import StreamState
+from overlord.planner.events import Log
 from overlord.planner.schedulebase import learns
 from overlord.runtime.bootstrap import Blueprint
+from overlord.runtime.changes import Changes
 from overlord.runtime.delivery import MOVED
 from overlord.runtime.engines import Engine, make_engine
 from overlord.runtime.inside import InsideBox
@@ -33,13 +31,10 @@ from overlord.runtime.serving import Serving, ServingMethods
 
 log = logging.getLogger("overlord")
 
-if TYPE_CHECKING:
-    pass
-
 WHY_S = 1.0  # how long a client waits to be told why it waits
 
 
-class Session(Questions, ServingMethods, LaterMethods):
+class Session(Questions, Changes, ServingMethods, LaterMethods):
     """A running job. Use it as a context manager, or call ``close``."""
 
     def __init__(self, job: Job, blueprint: Blueprint, state: StreamState | None, runtime: str = "local"):
@@ -271,135 +266,6 @@ class Session(Questions, ServingMethods, LaterMethods):
         if begun:
             self._pump.ask(lambda: self._attach(host), "clients to be attached")
 
-    # events
-
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise OverlordError("the session is closed")
-
-    def set_mixture(self, weights: Mapping[str, float], at: int | None = None) -> int:
-        """New weights from step ``at`` on (default: the first step not yet planned); returns that step."""
-        if not isinstance(weights, Mapping):
-            raise PlanError(f"set_mixture: wanted a mapping of source name to weight, found {weights!r}")
-        [step] = _steps("set_mixture", [] if at is None else [at]) or [None]
-        given = {name: plain(weight) for name, weight in weights.items()}
-
-        def act() -> int:
-            event = SetMixture(self._host.planner.open_step if step is None else step, given)
-            self._add(said_of_all(event, self.job.names))
-            return event.at
-
-        self._refuse_closed()
-        return int(self._pump.ask(act, "the planner"))
-
-    def skip(self, steps: Iterable[int]) -> None:
-        """These steps are drawn and listed, and not delivered; step numbers do not shift."""
-        self._refuse_closed()
-        event = Skip(_steps("skip", steps))
-        if event.steps:
-            self._pump.ask(lambda: self._add(event), "the planner")
-
-    def _add(self, event: SetMixture | Skip) -> None:
-        """In the pump. Clients stand at steps planned before this: their states get the event until they have passed it."""
-        self._host.event(event)
-        self._note(event)
-
-    def _note(self, event: Event) -> None:
-        self._log.add(event, self._slowest())
-
-    def _slowest(self) -> int:
-        """The lowest step at which a client's state stands."""
-        return min((c._state.step for c in list(self._clients.values())), default=self._start_state.step)
-
-    def add_source(self, source: Source, at: int | None = None, *, loaders: int = 1) -> int:
-        """One more source, drawn from step ``at`` on (default: the first step not yet planned); returns that step.
-
-        It weighs its own ``weight`` beside what the mixture gives the others, unless the mixture names it. Nothing else in the
-        stream changes. It is indexed here first; what is wrong with it is raised as at launch, and then nothing has happened.
-        To resume from a state saved after this, list the source last in ``Job.sources``: a state holds no code.
-        """
-        [step] = _steps("add_source", [] if at is None else [at]) or [None]
-        self._refuse_closed()
-        with self._moving:
-            if step is not None:  # said before a long look at the files, too
-                self._pump.ask(lambda: self._host.planner.refuse_planned(step), "the planner")
-            before, host = self._blueprint.workers, self._host
-            more = self._blueprint.with_source(source, loaders)
-            prepared = None
-            try:
-                prepared = host.prepare_source(more)
-                self._refuse_closed()
-                first = int(self._pump.ask(lambda: self._join(more, prepared, step), "the planner"))
-                self._refuse_closed()
-                return first
-            except DataStall:  # the pump is busy, and may come to it yet
-                raise
-            except Exception:
-                host.drop_prepared(prepared)
-                more.close_workers(0 if self._closed else before)
-                raise
-
-    def _join(self, more: Blueprint, prepared: Any, at: int | None) -> int:
-        """In the pump: the source takes part from here on."""
-        new = more.new_source(self._host.planner.open_step if at is None else at)
-
-        def joined() -> None:
-            # The event before the source: a state written meanwhile, in a trainer's thread, must not have one without the other.
-            self._note(new.event)
-            self._blueprint, self.job = more, more.given
-            self._blueprints.append(more)
-
-        self._host.add_source(new, prepared, more.budget_bytes, joined)
-        return new.event.at
-
-    # processes
-
-    def move(self, source: str, *hosts: str) -> None:
-        """Read a source in other loader hosts from here on (``metrics()["actors"]`` lists them); of several loaders one each, in turn.
-        The stream stays what it is: the source is read again from where the draw stands."""
-        self._refuse_closed()
-        if source not in self.job.names:
-            raise JobError([f"unknown source {source!r}{did_you_mean(source, self.job.names)}"], "move")
-        if not hosts:
-            raise JobError(["wanted the loader host to move to, as in session.move('web', 'loader-host/1')"], "move")
-        self._pump.ask(lambda: self._host.move(self.job.names.index(source), hosts), "the planner")
-
-    def kill(self, name: str) -> None:
-        """End a process of the job at once, as a crash would. For drills; ``metrics()["actors"]`` lists their names."""
-        self._refuse_closed()
-        self._pump.ask(lambda: self._host.kill(name), "the pump")
-
-    # feedback
-
-    def _report(self, rank: int, inbox: Box, step: Any, metrics: Any, next_step: int) -> None:
-        """In the trainer's thread: what is wrong is told here, what is right goes to the planner."""
-        self._refuse_closed()
-        try:
-            report = checked(rank, step, metrics, next_step)
-        except JobError:
-            with self._lock:
-                self._refused += 1
-            raise
-        with self._lock:
-            if rank not in self._inboxes:
-                raise OverlordError(f"the client of rank {rank} is closed")
-            if self._inboxes[rank][1] is not inbox:
-                return  # another rank moved the session: the step belongs to what is over
-            host, warn, self._warned = self._host, not self._warned, True
-            lost = len(metrics) - len(report.metrics)
-            told, self._refused = self._refused, self._refused + (lost > 0)
-        if lost and not told:
-            log.warning("rank %d, step %d: %d reported values are infinite or no numbers and are left out", rank, report.step, lost)
-        if warn:
-            log.warning("reports reach no schedule: the mixture has no state and no takes_feedback = True")
-        self._pump.post(lambda: self._take_report(host, report))
-
-    def _take_report(self, host: Engine, report: Report) -> None:
-        """In the pump. What comes too late is dropped, so it must not be in a state either."""
-        if host is self._host and host.planner.in_time(report):
-            self._log.report(report, self._slowest())
-        host.event(report)
-
     # the end
 
     def _broke(self, error: BaseException) -> None:
@@ -450,10 +316,3 @@ def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[
     """What tells two states apart: the step, or of the same step all that differs, such as an event said between the two."""
     parts = [p for p in sorted({*one, *other} - {"reports"}) if one.get(p) != other.get(p)]
     return {p: (f"{one.get(p)!s:.80}", f"{other.get(p)!s:.80}") for p in (["step"] if "step" in parts else parts)}
-
-
-def _steps(what: str, steps: Iterable[Any]) -> tuple[int, ...]:
-    try:
-        return tuple(operator.index(step) for step in steps)
-    except TypeError:
-        raise PlanError(f"{what}: steps are whole numbers, found {steps!r}") from None

@@ -1,0 +1,178 @@
+"""What people and trainers change in a running job: events of the log, reports, and which process does what."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import threading
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from overlord.errors import DataStall, JobError, OverlordError, PlanError
+from overlord.job import Job, Source, did_you_mean
+from overlord.messages import Report, SetMixture, Skip
+from overlord.planner.events import Event, Log, said_of_all
+from overlord.planner.feedback import checked
+from overlord.planner.schedule import plain
+
+if TYPE_CHECKING:
+    from overlord.client.client import Box, Client
+    from overlord.messages import StreamState
+    from overlord.runtime.bootstrap import Blueprint
+    from overlord.runtime.engines import Engine
+    from overlord.runtime.local import Pump
+
+log = logging.getLogger("overlord")
+
+
+class Changes:
+    """The part of ``Session`` that changes what it runs. All of it happens in the pump, between two steps."""
+
+    job: Job
+    _blueprint: Blueprint
+    _blueprints: list[Blueprint]
+    _clients: dict[int, Client]
+    _closed: bool
+    _host: Engine
+    _inboxes: dict[int, tuple[int, Box]]
+    _lock: threading.RLock
+    _log: Log
+    _moving: threading.Lock
+    _pump: Pump
+    _refused: int
+    _start_state: StreamState
+    _warned: bool
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise OverlordError("the session is closed")
+
+    def set_mixture(self, weights: Mapping[str, float], at: int | None = None) -> int:
+        """New weights from step ``at`` on (default: the first step not yet planned); returns that step."""
+        if not isinstance(weights, Mapping):
+            raise PlanError(f"set_mixture: wanted a mapping of source name to weight, found {weights!r}")
+        [step] = _steps("set_mixture", [] if at is None else [at]) or [None]
+        given = {name: plain(weight) for name, weight in weights.items()}
+
+        def act() -> int:
+            event = SetMixture(self._host.planner.open_step if step is None else step, given)
+            self._add(said_of_all(event, self.job.names))
+            return event.at
+
+        self._refuse_closed()
+        return int(self._pump.ask(act, "the planner"))
+
+    def skip(self, steps: Iterable[int]) -> None:
+        """These steps are drawn and listed, and not delivered; step numbers do not shift."""
+        self._refuse_closed()
+        event = Skip(_steps("skip", steps))
+        if event.steps:
+            self._pump.ask(lambda: self._add(event), "the planner")
+
+    def _add(self, event: SetMixture | Skip) -> None:
+        """In the pump. Clients stand at steps planned before this: their states get the event until they have passed it."""
+        self._host.event(event)
+        self._note(event)
+
+    def _note(self, event: Event) -> None:
+        self._log.add(event, self._slowest())
+
+    def _slowest(self) -> int:
+        """The lowest step at which a client's state stands."""
+        return min((c._state.step for c in list(self._clients.values())), default=self._start_state.step)
+
+    def add_source(self, source: Source, at: int | None = None, *, loaders: int = 1) -> int:
+        """One more source, drawn from step ``at`` on (default: the first step not yet planned); returns that step.
+
+        It weighs its own ``weight`` beside what the mixture gives the others, unless the mixture names it. Nothing else in the
+        stream changes. It is indexed here first; what is wrong with it is raised as at launch, and then nothing has happened.
+        To resume from a state saved after this, list the source last in ``Job.sources``: a state holds no code.
+        """
+        [step] = _steps("add_source", [] if at is None else [at]) or [None]
+        self._refuse_closed()
+        with self._moving:
+            if step is not None:  # said before a long look at the files, too
+                self._pump.ask(lambda: self._host.planner.refuse_planned(step), "the planner")
+            before, host = self._blueprint.workers, self._host
+            more = self._blueprint.with_source(source, loaders)
+            prepared = None
+            try:
+                prepared = host.prepare_source(more)
+                self._refuse_closed()
+                first = int(self._pump.ask(lambda: self._join(more, prepared, step), "the planner"))
+                self._refuse_closed()
+                return first
+            except DataStall:  # the pump is busy, and may come to it yet
+                raise
+            except Exception:
+                host.drop_prepared(prepared)
+                more.close_workers(0 if self._closed else before)
+                raise
+
+    def _join(self, more: Blueprint, prepared: Any, at: int | None) -> int:
+        """In the pump: the source takes part from here on."""
+        new = more.new_source(self._host.planner.open_step if at is None else at)
+
+        def joined() -> None:
+            # The event before the source: a state written meanwhile, in a trainer's thread, must not have one without the other.
+            self._note(new.event)
+            self._blueprint, self.job = more, more.given
+            self._blueprints.append(more)
+
+        self._host.add_source(new, prepared, more.budget_bytes, joined)
+        return new.event.at
+
+    # processes
+
+    def move(self, source: str, *hosts: str) -> None:
+        """Read a source in other loader hosts from here on (``metrics()["actors"]`` lists them); of several loaders one each, in turn.
+        The stream stays what it is: the source is read again from where the draw stands."""
+        self._refuse_closed()
+        if source not in self.job.names:
+            raise JobError([f"unknown source {source!r}{did_you_mean(source, self.job.names)}"], "move")
+        if not hosts:
+            raise JobError(["wanted the loader host to move to, as in session.move('web', 'loader-host/1')"], "move")
+        self._pump.ask(lambda: self._host.move(self.job.names.index(source), hosts), "the planner")
+
+    def kill(self, name: str) -> None:
+        """End a process of the job at once, as a crash would. For drills; ``metrics()["actors"]`` lists their names."""
+        self._refuse_closed()
+        self._pump.ask(lambda: self._host.kill(name), "the pump")
+
+    # feedback
+
+    def _report(self, rank: int, inbox: Box, step: Any, metrics: Any, next_step: int) -> None:
+        """In the trainer's thread: what is wrong is told here, what is right goes to the planner."""
+        self._refuse_closed()
+        try:
+            report = checked(rank, step, metrics, next_step)
+        except JobError:
+            with self._lock:
+                self._refused += 1
+            raise
+        with self._lock:
+            if rank not in self._inboxes:
+                raise OverlordError(f"the client of rank {rank} is closed")
+            if self._inboxes[rank][1] is not inbox:
+                return  # another rank moved the session: the step belongs to what is over
+            host, warn, self._warned = self._host, not self._warned, True
+            lost = len(metrics) - len(report.metrics)
+            told, self._refused = self._refused, self._refused + (lost > 0)
+        if lost and not told:
+            log.warning("rank %d, step %d: %d reported values are infinite or no numbers and are left out", rank, report.step, lost)
+        if warn:
+            log.warning("reports reach no schedule: the mixture has no state and no takes_feedback = True")
+        self._pump.post(lambda: self._take_report(host, report))
+
+    def _take_report(self, host: Engine, report: Report) -> None:
+        """In the pump. What comes too late is dropped, so it must not be in a state either."""
+        if host is self._host and host.planner.in_time(report):
+            self._log.report(report, self._slowest())
+        host.event(report)
+
+
+def _steps(what: str, steps: Iterable[Any]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(step) for step in steps)
+    except TypeError:
+        raise PlanError(f"{what}: steps are whole numbers, found {steps!r}") from None

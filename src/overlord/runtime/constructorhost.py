@@ -1,0 +1,182 @@
+"""The process of some constructors: it gathers payload, builds microbatches into shared memory, and hands them to clients."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from overlord.channel.address import HAS_SHARED_MEMORY, is_loopback
+from overlord.channel.link import Link
+from overlord.channel.ring import Ring
+from overlord.channel.server import Server
+from overlord.constructor.assembler import Assembler
+from overlord.errors import OverlordError
+from overlord.hooks import Hook
+from overlord.job import Batch
+from overlord.messages import (
+    Attach,
+    Build,
+    Consumed,
+    Deliver,
+    Detach,
+    End,
+    Finish,
+    Payload,
+    Placed,
+    Release,
+)  # fmt: skip
+from overlord.observe.memory import pss_bytes
+from overlord.runtime.building import Building
+from overlord.runtime.delivery import Delivery, Slabs
+from overlord.runtime.gathering import Gathering, check_payload
+from overlord.runtime.hostactor import MAX_SLOTS, HostActor, Settings
+
+
+class ConstructorHost(HostActor):
+    """The constructors of some buckets, and the memory their clients read from."""
+
+    def __init__(
+        self, number: int, settings: Settings, buckets: Mapping[int, Sequence[int]], batch: Batch, multiple: int, hooks: Sequence[Hook]
+    ):
+        super().__init__(f"constructor-host/{number}", settings)
+        self._ring = Ring(name=self.name, max_bytes=settings.ring_bytes, max_slots=MAX_SLOTS)
+        self._session = settings.generation
+        # Building never waits for a slot: short work is done in the pump, and without the pump no slot is let go.
+        self._building = Building(
+            [Assembler(b, ranks, settings.build_ahead) for b, ranks in buckets.items()], batch=batch, multiple=multiple,
+            executor=self._executor, run=self.run,
+            cannot=self._events.put, hooks=hooks, slabs=Slabs(self._ring),
+        )  # fmt: skip
+        self._delivery = Delivery(took=self._heard)
+        self._news, self._news_lock = dict[int, int](), threading.Lock()  # what clients took and the pump has not seen yet
+        for rank in self._building.bucket_of:  # clients may come before the planner has told of them
+            self._delivery.box(rank, settings.generation)
+        self._gathering = Gathering(self._building)
+        self._loaders: dict[Link, int] = {}
+        self._taken: dict[int, int] = {}
+        self._told = -1  # the last step all took, as the planner knows
+        self._said: dict[int, int] = {}  # and the last that each took
+        self._servers = [self._serve(settings.token, tcp=False)]
+        self._start()
+
+    def _serve(self, token: str, **where: Any) -> Server:
+        return Server(token=token, on_message=self._message, on_open=self._opened, on_close=self._closed, ring=self._ring, **where)
+
+    def listen(self, host: str, token: str) -> str:
+        """Take clients of other processes at this interface, who show another token than ours; where they find it."""
+        self._servers.append(self._serve(token, host=host, tcp=not is_loopback(host) or not HAS_SHARED_MEMORY))
+        return self._servers[-1].address
+
+    def address(self) -> str:
+        return self._servers[0].address
+
+    # links, in the server's thread
+
+    def _opened(self, link: Link, hello: Mapping[str, Any]) -> dict[str, Any]:
+        if hello.get("role") == "loader":
+            host = hello.get("host")
+            if type(host) is not int or host < 0 or host in self._loaders.values():
+                raise OverlordError(f"wanted the number of a loader host that is not linked yet, found {host!r:.60}")
+            self._loaders[link] = host
+            return {}
+        return self._delivery.opened(link, dict(hello))
+
+    def _message(self, link: Link, value: Any) -> None:
+        if (host := self._loaders.get(link)) is not None:
+            if not isinstance(value, Payload):
+                raise OverlordError(f"wanted payload of loader-host/{host}, found {type(value).__name__}")
+            check_payload(value, host)
+            self._pump.post(lambda: self.run(self._gathering.payload(value)))
+        else:
+            self._delivery.message(link, value)
+
+    def _closed(self, link: Link, reason: str) -> None:
+        host = self._loaders.pop(link, None)
+        if host is None:
+            self._delivery.closed(link, reason)
+        else:
+            self._pump.post(lambda: self.run(self._gathering.lost(host, reason)))
+
+    def _heard(self, rank: int, step: int) -> None:
+        """All ranks of a host take a step at about the same time: the pump is woken once for them."""
+        with self._news_lock:
+            woken = bool(self._news)
+            self._news[rank] = step
+        if not woken:
+            self._pump.post(self._took)
+
+    # what comes in, in the pump
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Placed():
+                self._queue.extend(self._gathering.plan(message))
+            case Attach(rank=rank):
+                self._taken.setdefault(rank, -1)
+                self._queue.extend(self._building.attach({rank: self._delivery.box(rank, self._session)}))
+            case Detach(rank=rank):
+                self._taken.pop(rank, None)
+                self._queue.extend(self._building.detach(rank))
+                self._tell()
+            case Finish():
+                self._queue.extend(self._gathering.finish(message))
+            case _:
+                raise TypeError(f"a constructor host does not know {type(message).__name__}")
+
+    def _took(self) -> None:
+        with self._news_lock:
+            news, self._news = self._news, {}
+        commands: list[Any] = []
+        for rank, step in news.items():
+            if step > self._taken.get(rank, step):
+                self._taken[rank] = step
+                commands += self._building.consumed([rank], step)
+        self.run(commands)
+        self._tell()
+
+    def _tell(self) -> None:
+        """The planner hears when the slowest has moved on: it plans for no one else."""
+        slowest = min(self._taken.values(), default=-1)
+        if slowest > self._told:
+            self._told = slowest
+            for rank, step in self._taken.items():
+                if step > self._said.get(rank, -1):
+                    self._said[rank] = step
+                    self._events.put(Consumed(rank, step))
+
+    def _carry_out(self, command: Any) -> None:
+        match command:
+            case Build() | Deliver() | End() | Release():
+                self._building.carry_out(command, self._queue)
+            case _:
+                raise TypeError(f"a constructor host does not carry out {type(command).__name__}")
+
+    def _after_turn(self) -> None:
+        super()._after_turn()
+        for link in list(self._loaders):  # slots whose payload has been built into microbatches
+            link.flush()
+
+    # what people ask
+
+    def why(self, rank: int) -> str:
+        """What the rank's next step waits for here, in words; empty when no step is planned."""
+        return self._pump.ask(lambda: self._gathering.waiting() or self._building.waiting(rank), "the constructor host's pump", 1.0)
+
+    def figures(self) -> dict[str, Any]:
+        return self._pump.ask(
+            lambda: {
+                "pid": os.getpid(), "constructors": self._building.figures(), "memory": self._building.held_bytes(), "pss": pss_bytes(),
+                "clients": self._delivery.figures(), "links": len([link for server in self._servers for link in server.links]),
+            }, "the constructor host's pump", 5.0,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        super().close()
+        for server in self._servers:
+            server.close()
+        self._ring.close()
+
+    def check(self) -> None:
+        self._building.check()

@@ -1,0 +1,103 @@
+"""What every host process of a job is: a pump with some cores in it, told what to do and asked what happened.
+
+What the planner says comes by ``do``; what it is to know goes by ``events``, a call that is answered when there is something to
+tell. Payload goes from loader hosts (``loaderhost.py``) to constructor hosts (``constructorhost.py``) through links, never through here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from overlord.runtime.carrier import Carrier
+from overlord.runtime.local import Pump, ThreadExecutor
+
+log = logging.getLogger("overlord")
+
+MAX_SLOTS = 4096  # far above the steps of a prefetch window times the constructor hosts; bytes are what is bounded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What all hosts are told when they are started."""
+
+    name: str  # of the job
+    token: str = field(repr=False)
+    generation: int = 0  # of the session: whoever comes for another one is refused
+    workers: int = 1  # threads of this host
+    open_files: int = 512
+    open_bytes: int = 2**28
+    ring_bytes: int = 2**30
+    build_ahead: int = 2
+    check: bool = False
+
+
+class Events:
+    """What happened and was not asked for yet. Filled in the pump, asked for by the actor's thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._happened: list[Any] = []
+        self._asked: Future[list[Any]] | None = None
+
+    def put(self, event: Any) -> None:
+        with self._lock:
+            self._happened.append(event)
+
+    def ask(self) -> Future[list[Any]]:
+        with self._lock:
+            self._asked = asked = Future[list[Any]]()
+        self.answer()
+        return asked
+
+    def answer(self) -> None:
+        """Called when the pump has done a piece of work: what it led to is told together."""
+        with self._lock:
+            if self._asked is None or not self._happened:
+                return
+            asked, happened, self._asked, self._happened = self._asked, self._happened, None, []
+        asked.set_result(happened)
+
+
+class HostActor(Carrier):
+    """A pump, threads that work for it, and what happened in it."""
+
+    def __init__(self, name: str, settings: Settings):
+        super().__init__(check=settings.check)
+        self.name, self._events = name, Events()
+        self._pump = Pump(name)
+        self._executor = ThreadExecutor(settings.workers, self._pump)
+
+    def _start(self) -> None:
+        self._pump.start(self._broke, self._after_turn)
+
+    def _broke(self, error: BaseException) -> None:
+        """A core is broken: nothing this process holds can be trusted. Its death is seen at once, its silence only by a deadline."""
+        log.critical("%s ends itself: %s: %s", self.name, type(error).__name__, error)
+        os._exit(70)
+
+    def _after_turn(self) -> None:
+        self._events.answer()
+
+    def do(self, messages: Sequence[Any]) -> None:
+        self._pump.post(lambda: self._do(messages))
+
+    def _do(self, messages: Sequence[Any]) -> None:
+        for message in messages:
+            self._take(message)
+        self.run()
+
+    def _take(self, message: Any) -> None:
+        raise NotImplementedError
+
+    def events(self) -> Future[list[Any]]:
+        return self._events.ask()
+
+    def close(self) -> None:
+        self._pump.stop()
+        self._executor.close()

@@ -1,0 +1,207 @@
+"""The process of some logical loaders: it reads, announces metadata to the planner, and sends payload to constructor hosts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from overlord.channel.link import TIMEOUT, Link
+from overlord.channel.ring import Ring
+from overlord.channel.server import dial
+from overlord.errors import ActorLost, DataStall
+from overlord.hooks import Hook, popped_by
+from overlord.messages import (
+    Announce,
+    Evaluate,
+    Finish,
+    Forget,
+    Opening,
+    Part,
+    Payload,
+    Read,
+    Refill,
+)  # fmt: skip
+from overlord.observe.memory import pss_bytes
+from overlord.runtime.bootstrap import SourceKit, open_loader
+from overlord.runtime.hostactor import MAX_SLOTS, HostActor, Settings
+from overlord.runtime.loading import Loading
+from overlord.sample import Ragged
+from overlord.sources.handles import HandleCache
+from overlord.transforms.worker import TransformWorker
+
+log = logging.getLogger("overlord")
+
+DIAL_S = 30.0  # for a constructor host to answer a loader host
+SEND_S = 120.0  # for a constructor host to take payload: far above what a step takes, below what a trainer waits
+
+
+class LoaderHost(HostActor):
+    """Some logical loaders of a job. ``kits`` are of all sources it may ever have to read: code comes with the process, or not at all."""
+
+    def __init__(
+        self, number: int, settings: Settings, kits: Mapping[int, SourceKit], openings: Sequence[Opening], constructors: Mapping[int, str],
+        hooks: Sequence[Hook], seed: int,
+    ):  # fmt: skip
+        super().__init__(f"loader-host/{number}", settings)
+        self._number, self._kits, self._hooks, self._seed = number, dict(kits), tuple(hooks), seed
+        self._handles = HandleCache(max_open=settings.open_files, max_bytes=settings.open_bytes)
+        self._workers: dict[int, TransformWorker] = {}
+        self._loading = Loading(self._executor, self.run)
+        self._ring = Ring(name=self.name, max_bytes=settings.ring_bytes, max_slots=MAX_SLOTS)
+        self._links: dict[int, Link] = {}  # by constructor host; without constructors by rank
+        self._clients: set[int] = set()  # ranks that were reached, where they build themselves
+        self._kind = "constructor-host" if constructors else "client"
+        self._sent_bytes = 0
+        for opening in openings:
+            self._open(opening)
+        for c, address in constructors.items():
+            self._connect(c, address, settings.token)
+        self._start()
+
+    def _connect(self, constructor: int, address: str, token: str) -> None:
+        hello = {"role": "loader", "host": self._number}
+        link, _ = dial(address, token, hello, timeout_s=DIAL_S, ring=self._ring)
+        self._links[constructor] = link
+        threading.Thread(target=self._listen, args=(link,), name=f"overlord-link-{constructor}", daemon=True).start()
+
+    def _reach(self, rank: int, address: str, token: str) -> None:
+        """Without constructors a client is one. No step is planned before all are linked, so this may wait."""
+        self._leave(rank)
+        try:
+            self._connect(rank, address, token)
+            self._clients.add(rank)
+        except (ActorLost, DataStall) as fault:  # if it is gone the planner hears of it; if not, the first step for it says so
+            log.warning("%s: client/%d: %s", self.name, rank, fault)
+
+    def _leave(self, rank: int) -> None:
+        if (link := self._links.pop(rank, None)) is not None:
+            link.close()
+
+    def _listen(self, link: Link) -> None:
+        """Constructors say nothing but which slots are free again."""
+        try:
+            while link.recv(60.0) is TIMEOUT:
+                pass
+        except ActorLost as lost:
+            log.debug("%s: %s", self.name, lost)
+
+    def _open(self, opening: Opening) -> None:
+        if (worker := self._workers.pop(opening.loader, None)) is not None:
+            worker.close()
+        loader, reader, worker = open_loader(self._kits[opening.source], opening, self._handles)
+        if worker is not None:
+            self._workers[opening.loader] = worker
+        self._loading.open(loader, reader)
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Part():
+                self._part(message)
+            case Opening():
+                self._open(message)
+            case Forget(loaders=loaders):
+                self._loading.forget(loaders)
+            case Refill():
+                self._queue.append(message)
+            case ("drop", int(number)):
+                self._loading.close(number)
+                if (worker := self._workers.pop(number, None)) is not None:
+                    worker.close()
+            case ("constructor", int(rank), str(address), str(token)):
+                self._reach(rank, address, token)
+            case ("leave", int(rank)):
+                self._leave(rank)
+            case ("budget", int(nbytes)):
+                for hosted in self._loading.hosted.values():
+                    hosted.loader.set_budget(nbytes)
+            case _:
+                raise TypeError(f"a loader host does not know {type(message).__name__}")
+
+    def _carry_out(self, command: Any) -> None:
+        match command:
+            case Refill() | Read() | Evaluate():
+                self._queue.extend(self._loading.carry_out(command))
+            case Announce():
+                self._events.put(command)
+            case _:
+                raise TypeError(f"a loader host does not carry out {type(command).__name__}")
+
+    def _part(self, part: Part) -> None:
+        pops = dict(zip(part.loaders.tolist(), part.pops.tolist(), strict=True))
+        pieces, commands = self._loading.pop(part.step, pops, part.kept)
+        self._queue.extend(commands)
+        if part.to:
+            size = max(1, sum(p.nbytes for p in pieces))
+            self._executor.submit("send", lambda: self._send(part, pieces), self._sent(part.step), size=size, urgent=True)
+
+    def _send(self, part: Part, pieces: list[Ragged]) -> int:
+        """Payload into shared memory, one message for each constructor host. Returns the bytes sent, counted for each."""
+        n = 0
+        takes: Sequence[np.ndarray | None] = part.take or [None] * len(part.to)
+        if part.plan is not None and part.doc is not None:
+            number, tokens = popped_by(self._hooks, part.plan, part.doc, Ragged.concat(pieces), self._seed)
+            takes, pieces = [number[rows] for rows in part.take], [tokens]
+        for i, (c, take) in enumerate(zip(part.to, takes, strict=True)):
+            if i == 0 or not np.array_equal(take, takes[i - 1]):  # type: ignore[arg-type]
+                tokens = self._in_ring(pieces if take is None else [Ragged.concat(pieces).take(take)])
+            # else: without constructors the ranks of a group get the same, which lies in shared memory once
+            n += self._hand(c, Payload(part.step, self._number, tokens))
+        return n
+
+    def _hand(self, constructor: int, payload: Payload) -> int:
+        """Bytes sent. Clients may leave, and of one that died the planner hears by itself; a constructor host must be there."""
+        try:
+            if (link := self._links.get(constructor)) is None:
+                raise ActorLost("", f"{self.name} could not reach it")
+            link.send(payload, timeout_s=SEND_S)
+            return payload.tokens.nbytes
+        except ActorLost as lost:
+            if constructor in self._clients:
+                return 0
+            raise ActorLost(f"{self._kind}/{constructor}", lost.reason) from lost
+
+    def _in_ring(self, pieces: Sequence[Ragged]) -> Ragged:
+        """Pieces as one, their values in a slot of the ring: the one copy on the way to the constructor."""
+        dtype = np.result_type(*(p.values.dtype for p in pieces))
+        spans = [p.values[int(p.offsets[0]) : int(p.offsets[-1])] for p in pieces]
+        total = sum(map(len, spans))
+        values = self._ring(max(1, total * dtype.itemsize))[: total * dtype.itemsize].view(dtype)
+        np.concatenate(spans, out=values)
+        lengths = np.concatenate([p.lengths for p in pieces])
+        return Ragged(values, np.concatenate([[0], np.cumsum(lengths)]))
+
+    def _sent(self, step: int) -> Any:
+        def done(outcome: Any, error: BaseException | None) -> None:
+            self._sent_bytes += outcome or 0
+            if isinstance(error, Exception):
+                self._events.put(Finish(step, error))
+
+        return done
+
+    def figures(self) -> dict[str, Any]:
+        """What it does and holds, as plain values."""
+        return self._pump.ask(
+            lambda: {
+                "pid": os.getpid(), "loaders": self._loading.figures(), "busy": self._loading.busy(),
+                "memory": self._loading.held_bytes() | {"sending": self._ring.nbytes},  # of shared memory, in use and free
+                "files": self._handles.metrics(), "pss": pss_bytes(),
+                "links": len(self._links), "sent_bytes": self._sent_bytes,
+            }, "the loader host's pump", 5.0,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        super().close()
+        for link in self._links.values():
+            link.close()
+        for worker in self._workers.values():
+            worker.close()
+        self._handles.close()
+        self._ring.close()
+
+    def check(self) -> None:
+        self._loading.check()
