@@ -265,11 +265,7 @@ MUTATIONS = [
     ),
     *_at(
         "runtime/loading.py",
-        (
-            "what is popped stays on the shelf",
-            "pieces += hosted.shelf.pop(n)",
-            "pieces += [p for p in hosted.shelf._pieces][:1] or hosted.shelf.pop(n)",
-        ),
+        ("pieces of a loader in falling order", "pieces += hosted.shelf.pop(n)", "pieces += hosted.shelf.pop(n)[::-1]"),
         ("the loader is not told of a pop", "commands += hosted.loader.handle(Pop(step, n))", "pass"),
         (
             "held payload in another order",
