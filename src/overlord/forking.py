@@ -72,4 +72,7 @@ def die_with_parent() -> None:
 
 def how_it_ended(code: int | None) -> str:
     """An exit code in words."""
-    return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    who = " (by someone, or by the kernel for want of memory)" if code == -signal.SIGKILL else ""
+    return f"killed by signal {-code}{who}"

@@ -45,7 +45,9 @@ def serve_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
         raise JobError([f"cannot be written: {wanted.save.absolute().parent} is no folder"], str(wanted.save))
     with ov.launch(wanted.job, runtime=wanted.runtime, resume=wanted.resume, allow=wanted.allow) as session:
         try:
-            say(str(session.serve(host=wanted.host, port=wanted.port, token=wanted.token)))
+            served = session.serve(host=wanted.host, port=wanted.port, token=wanted.token)
+            # One who gave the token has it; it need not stand in a log.
+            say(str(served) if wanted.token is None else f"OVERLORD_ADDRESS={served.address}")
             with _showing(err) as show:
                 attend(session, show)
             finish = session._host.planner.finished

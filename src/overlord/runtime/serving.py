@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from overlord.channel.address import is_loopback
+from overlord.channel.address import Address, is_loopback
 from overlord.channel.ring import Ring
 from overlord.client.client import Box, Inbox, State
 from overlord.errors import JobError, OverlordError
@@ -98,6 +98,17 @@ class Serving:
         else:
             host.on_taken = self.took
             host.listen(self._bind, self.served.token)
+
+    def again(self, host: str, port: int, token: str | None, ranks: Iterable[int] | None) -> Served:
+        """Asked for a second time: there is one door, so what is asked for must be what there is, or nothing in particular."""
+        asked = {"host": host, "port": port, "token": token, "ranks": None if ranks is None else sorted(set(ranks))}
+        port_here = Address.parse(self.served.address).port
+        here = {"host": self._bind, "port": port_here, "token": self.served.token, "ranks": sorted(self.ranks)}
+        nothing = {"host": "127.0.0.1", "port": 0, "token": None, "ranks": None}
+        if wrong := [name for name in asked if asked[name] not in (nothing[name], here[name])]:
+            words = f"{', '.join(wrong)}: the session is served already at {self.served.address}, and not as asked for now"
+            raise JobError([f"{words}; call serve() without arguments for its address"], "serve")
+        return self.served
 
     def box(self, rank: int, generation: int) -> Outbox | Elsewhere:
         return Elsewhere(rank, generation) if self.delivery is None else self.delivery.box(rank, generation)
@@ -320,7 +331,7 @@ class ServingMethods:
         self._refuse_closed()
         with self._lock:
             if self._serving is not None:
-                return self._serving.served
+                return self._serving.again(host, port, token, ranks)
             if self._begun:
                 raise OverlordError("serve: the first step was asked for already; call serve() before iterating a client")
             wanted = sorted(set(_ranks(self.job.place, ranks)) - set(self._clients))
