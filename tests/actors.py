@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -36,6 +37,9 @@ class Worker:
 
     def echo(self, value: Any) -> Any:
         return value
+
+    def has(self, module: str) -> bool:
+        return module in sys.modules
 
     def note(self, value: Any) -> None:
         self.log.append(value)

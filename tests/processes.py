@@ -24,8 +24,9 @@ WAIT_S = 30.0  # for whatever must come; nothing waits so long that goes well
 
 def written(step: ov.Step) -> tuple[Any, ...]:
     """All that a trainer can see of a step."""
-    arrays = [[(key, str(mb[key].dtype), mb[key].shape, mb[key].tobytes()) for key in sorted(mb)] for mb in step]
-    return step.step, step.plan_digest, step.global_valid_tokens, arrays, [[tuple(p) for p in mb.samples] for mb in step]
+    both = (step, step.encoder)
+    arrays, encoder = ([[(k, str(mb[k].dtype), mb[k].shape, mb[k].tobytes()) for k in sorted(mb)] for mb in part] for part in both)
+    return step.step, step.plan_digest, step.global_valid_tokens, arrays, [[tuple(p) for p in mb.samples] for mb in step], encoder
 
 
 def plain(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def main() -> None:
     job = make_job(case)
     hosts = {"hosts": case.hosts, "workers": case.hosts, "sources_per_host": -(-len(job.sources) // case.hosts)}
     more = {"constructor_hosts": case.dp} if case.constructors else {"constructors": False}
-    with ov.launch(job, runtime="process", **hosts, **more) as session:
+    with ov.launch(job, runtime="process", broadcast=False, **hosts, **more) as session:  # every rank fetches
         served = session.serve()
         print(json.dumps([served.address, served.token]), flush=True)
         for _ in sys.stdin:

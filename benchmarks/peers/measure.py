@@ -20,6 +20,11 @@ def pss_bytes(pids: Iterable[int]) -> int:
     return sum(_own_pss(p) for pid in pids for p in descendants(pid))
 
 
+def read_bytes(pid: int, *, below: bool = False) -> int:
+    """Bytes that a process and all below it have asked of files and pipes; ``below``: of those below it alone."""
+    return sum(_own_read(p) for p in descendants(pid)[below:])
+
+
 def descendants(pid: int) -> list[int]:
     """The process and all living processes below it."""
     found, todo = [], [pid]
@@ -50,6 +55,13 @@ def _own_pss(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         pass
     return 0
+
+
+def _own_read(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/io").read_text().split("rchar: ")[1].split()[0])
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0
 
 
 def busy_seconds() -> float:

@@ -26,7 +26,7 @@ _HOME = {
     "Routes": "overlord.planner.routes", "Route": "overlord.planner.routes",
     "register_schedule": "overlord.planner.schedule",
     "register_balance": "overlord.planner.balance", "register_cost": "overlord.planner.cost",
-    "Tokenize": "overlord.transforms.text",
+    "Tokenize": "overlord.transforms.text", "Images": "overlord.transforms.images",
     "Tokens": "overlord.transforms.base", "Map": "overlord.transforms.base", "Filter": "overlord.transforms.base",
     "Select": "overlord.transforms.base", "Meta": "overlord.transforms.base",
     "register_function": "overlord.jobfile",
@@ -109,4 +109,5 @@ if TYPE_CHECKING:
     from overlord.transforms.base import Meta as Meta
     from overlord.transforms.base import Select as Select
     from overlord.transforms.base import Tokens as Tokens
+    from overlord.transforms.images import Images as Images
     from overlord.transforms.text import Tokenize as Tokenize

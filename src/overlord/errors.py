@@ -17,8 +17,9 @@ class JobError(OverlordError):
     """A job that cannot run. Lists every problem at once, so that a job file is mended in one go."""
 
     def __init__(self, problems: Sequence[str], where: str = "job"):
-        super().__init__(list(problems), where)
-        self.problems, self.where = list(problems), where
+        listed = [problems] if isinstance(problems, str) else list(problems)  # torch makes errors of workers anew, from one text
+        super().__init__(listed, where)
+        self.problems, self.where = listed, where
 
     def __str__(self) -> str:
         if len(self.problems) == 1:
@@ -98,7 +99,8 @@ class ActorLost(OverlordError):
         self.name, self.reason = name, reason
 
     def __str__(self) -> str:
-        return f"{self.name} is lost: {self.reason}"
+        who = " (by someone, or by the kernel for want of memory: its log tells)" if self.reason == "killed by signal 9" else ""
+        return f"{self.name} is lost: {self.reason}{who}"
 
 
 class LinkRefused(OverlordError):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import multiprocessing
 import os
 import select
 import signal
 from contextlib import suppress
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
+from multiprocessing.context import ForkServerContext, ForkServerProcess, set_spawning_popen
 from typing import Any
 
 # Loaded once, in the fork server: a process then starts in tens of milliseconds and shares these pages with all others. What
@@ -19,7 +20,7 @@ PRELOAD = (
     "overlord.runtime.constructorhost",
 )  # fmt: skip
 
-# A child imports the program's main file again, to find functions in it.
+# A child that is sent something of the program's main file imports that file again.
 UNGUARDED = (
     '; with worker processes a program is a file that can be imported, launches under `if __name__ == "__main__":`, '
     "and has the functions it sends above that line"
@@ -29,14 +30,54 @@ UNGUARDED = (
 _server: Any = getattr(forkserver, "_forkserver", None)  # private to Python; whatever is missing in it, we do without
 
 
+class _Popen(popen_forkserver.Popen):
+    """As Python's own, but a child imports the program's main file only if something it is sent is defined there. A trainer's main
+    file imports torch: seconds, and hundreds of megabytes, in every host."""
+
+    def _launch(self, process_obj: Any) -> None:
+        prepared: dict[str, Any] = spawn.get_preparation_data(process_obj._name)
+        sent = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(process_obj, sent)
+            if b"__main__" not in sent.getbuffer().tobytes():
+                prepared = {key: value for key, value in prepared.items() if not key.startswith("init_main")}
+            first = io.BytesIO()
+            reduction.dump(prepared, first)
+        finally:
+            set_spawning_popen(None)
+        self.sentinel, pipe = forkserver.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
+        copy = os.dup(pipe)  # the child's sentinel of its parent
+        self.finalizer = util.Finalize(self, util.close_fds, (copy, self.sentinel))  # type: ignore[attr-defined]
+        with open(pipe, "wb", closefd=True) as file:
+            file.write(first.getbuffer())
+            file.write(sent.getbuffer())
+        self.pid = forkserver.read_signed(self.sentinel)
+
+
+class Process(ForkServerProcess):
+    """A child of the fork server."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802
+        return _Popen(process_obj)
+
+
 def context() -> ForkServerContext:
     """What every process of ours is started with. The list counts when the server starts, which is at the first process."""
     found = multiprocessing.get_context("forkserver")
     asked = list(getattr(_server, "_preload_modules", ["__main__"]))  # by the program itself
+    asked = [] if asked == ["__main__"] else asked  # Python's default: see _Popen
     missing = [name for name in PRELOAD if name not in asked]
     if missing:
         found.set_forkserver_preload(asked + missing)
     return found
+
+
+def process(**what: Any) -> Process:
+    """One that is still to be started."""
+    context()
+    return Process(**what)
 
 
 def warm_up() -> None:
@@ -72,7 +113,4 @@ def die_with_parent() -> None:
 
 def how_it_ended(code: int | None) -> str:
     """An exit code in words."""
-    if code is None or code >= 0:
-        return f"exit code {code}"
-    who = " (by someone, or by the kernel for want of memory)" if code == -signal.SIGKILL else ""
-    return f"killed by signal {-code}{who}"
+    return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"

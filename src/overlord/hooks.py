@@ -151,7 +151,9 @@ def loader_do_plan(fn: Callable[[Popped], Ragged]) -> Hook:
 def constructor_do_plan(fn: Callable[[Assembly], list[dict[str, np.ndarray]]]) -> Hook:
     """Builds the microbatches of one bucket: ``fn(assembly: Assembly) -> list of dicts``, one per planned microbatch.
 
-    It is called once per step and bucket. Every dict must have the keys of the batch contract, of their types, with
+    It is called once per step and bucket (with buckets along PP or TP, once for each data-parallel group). What it returns is cut for
+    ranks as the package's own is: keys of yours go to every pipeline stage, those with an entry for every token are sliced along cp.
+    Every dict must have the keys of the batch contract, of their types, with
     ``cu_seqlens`` and ``cu_seqlens_padded`` that cut its tokens into a document for each of ``source_ids``; more keys of any name
     may stand beside them, as numpy arrays, and arrive in the trainer's ``Microbatch``. ``assembly.default()`` gives
     what the package would build (read-only arrays: copy what you change), or what the hook before this one gave. A microbatch

@@ -10,7 +10,7 @@ import difflib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from overlord.placetree import ClientPlaceTree
 UNIT = 2**40  # weights are whole numbers that sum to this, so that mixing is exact on every machine
 LAYOUTS = ("packed", "padded")
 LABELS = ("shifted", "unshifted")
+CP_SPLITS = ("zigzag", "zigzag_whole", "contiguous", "none")
+NOT_THE_STREAM = ("cp_split", "sequence_parallel")  # of a Batch: how a step is cut for the mesh, not which samples form it
 ON_LONG = ("truncate", "split", "quarantine")
 DRAWS = ("exact", "random")
 MIX_EVERY = ("step", "microbatch", "epoch")
@@ -42,10 +44,17 @@ class Batch:
     pad_multiple: int = 1  # every document is padded to a multiple of this
     pad_id: int = 0
     labels: str = "shifted"
+    cp_split: str = "zigzag"  # how context-parallel ranks share a microbatch; "none": each gets all of it
+    sequence_parallel: bool = False  # tensor-parallel ranks share the sequence too: documents are padded for that
 
     def __post_init__(self) -> None:
         if problems := self.problems():
             raise JobError(problems, "batch")
+
+    def document_multiple(self, place: ClientPlaceTree) -> int:
+        """Every document is padded to a multiple of this: what the batch, context parallelism and sequence parallelism ask for."""
+        pieces = {"none": 1, "contiguous": place.cp}.get(self.cp_split, 2 * place.cp) if place.cp > 1 else 1
+        return self.pad_multiple * pieces * (place.tp if self.sequence_parallel else 1)
 
     def problems(self) -> list[str]:
         found = []
@@ -58,6 +67,9 @@ class Batch:
             if not _is_int(value) or value < least:
                 found.append(f"batch.{name}: wanted a whole number of at least {least}, found {value!r}")
         found += _one_of("batch.layout", self.layout, LAYOUTS) + _one_of("batch.labels", self.labels, LABELS)
+        found += _one_of("batch.cp_split", self.cp_split, CP_SPLITS)
+        if not isinstance(self.sequence_parallel, bool):
+            found.append(f"batch.sequence_parallel: wanted true or false, found {self.sequence_parallel!r}")
         if not found and self.context % self.pad_multiple:
             found.append(f"batch.context: wanted a multiple of pad_multiple={self.pad_multiple}, found {self.context}")
         return found
@@ -75,7 +87,7 @@ class Source:
     uri: Any
     format: str | None = field(default=None, kw_only=True)
     transforms: Sequence[Any] = field(default=(), kw_only=True)
-    deferred: Sequence[Any] = field(default=(), kw_only=True)  # run by the constructor, after planning
+    deferred: Sequence[Any] = field(default=(), kw_only=True)  # ov.Images(...): pixels made by the constructor, after planning
     weight: float = field(default=1.0, kw_only=True)
     shuffle: bool = field(default=True, kw_only=True)
     epochs: int | None = field(default=None, kw_only=True)  # None: repeat for ever
@@ -87,6 +99,10 @@ class Source:
         for name in ("transforms", "deferred"):
             if isinstance(given := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(given))
+        if self.deferred and isinstance(self.transforms, tuple) and not self._deferred_problems(""):  # said otherwise, and equal to it
+            late = tuple(replace(t, place="constructor") for t in self.deferred)
+            object.__setattr__(self, "transforms", (*self.transforms, *late))
+            object.__setattr__(self, "deferred", ())
         if isinstance(self.uri, (list, tuple)):  # equal however the paths were given
             object.__setattr__(self, "uri", tuple(str(p) if isinstance(p, PathLike) else p for p in self.uri))
         elif isinstance(self.uri, PathLike):
@@ -131,9 +147,14 @@ class Source:
         else:
             wrong = [(i, t) for i, t in enumerate(self.transforms) if not hasattr(t, "fingerprint") or isinstance(t, type)]
             found += [f"{at}.transforms[{i}]: {t!r} is no transform" for i, t in wrong]
-        if self.deferred != ():
-            found.append(f"{at}.deferred: deferred transforms are not available in this version; put them into transforms")
+        found += self._deferred_problems(at)
         return found + _one_of(f"{at}.workers", self.workers, WORKERS)
+
+    def _deferred_problems(self, at: str) -> list[str]:
+        if not isinstance(self.deferred, tuple):
+            return [f"{at}.deferred: wanted a list, found {type(self.deferred).__name__}"]
+        wrong = [(i, t) for i, t in enumerate(self.deferred) if getattr(t, "kind", None) != "images" or isinstance(t, type)]
+        return [f"{at}.deferred[{i}]: wanted ov.Images(...), found {t!r}; all else goes into transforms" for i, t in wrong]
 
     def _uri_problems(self, at: str) -> list[str]:
         from overlord.sources.uris import uri_problems
@@ -200,8 +221,8 @@ class Job:
 
     @property
     def document_multiple(self) -> int:
-        """Every document is padded to a multiple of this: what context parallelism and the batch ask for."""
-        return self.batch.pad_multiple * (2 * self.place.cp if self.place.cp > 1 else 1)
+        """Every document is padded to a multiple of this."""
+        return self.batch.document_multiple(self.place)
 
     def problems(self) -> list[str]:
         found: list[str] = []
@@ -213,7 +234,8 @@ class Job:
         if not isinstance(self.place, ClientPlaceTree):
             found.append(f"place: wanted a ClientPlaceTree, found {self.place!r}")
         elif isinstance(self.batch, Batch) and self.batch.context % self.document_multiple:
-            found.append(f"batch.context: wanted a multiple of {self.document_multiple} (pad_multiple and cp), found {self.batch.context}")
+            what = "pad_multiple, cp" + (", tp for sequence_parallel" if self.batch.sequence_parallel else "")
+            found.append(f"batch.context: wanted a multiple of {self.document_multiple} ({what}), found {self.batch.context}")
         for name in ("seed", "look_ahead", "max_age", "shuffle_chunks", "slice_rows", "chunk_bytes", "feedback_lag"):
             least = 0 if name == "seed" else 1
             if not _is_int(getattr(self, name)) or getattr(self, name) < least:
@@ -233,7 +255,7 @@ class Job:
 
             if self.strategy not in STRATEGIES:
                 found.append(f"strategy: unknown strategy {self.strategy!r}{did_you_mean(self.strategy, STRATEGIES)}")
-        return found + self._hook_problems() + self._look_ahead_problems() + self._not_yet()
+        return found + self._hook_problems() + self._look_ahead_problems() + self._image_problems() + self._not_yet()
 
     def _hook_problems(self) -> list[str]:
         if not isinstance(self.hooks, tuple):
@@ -276,11 +298,25 @@ class Job:
             found.append(f"look_ahead: {self.look_ahead} goes with a batch in samples only; give batch.samples, or set look_ahead=1")
         return found
 
+    def _image_problems(self) -> list[str]:
+        """One encoder sees the images of all sources, so they must be of one form; and some rank must have whole microbatches."""
+        sources = [s for s in self.sources if isinstance(s, Source)] if isinstance(self.sources, tuple) else []
+        specs = [(s.name, t) for s in sources for t in s.transforms if getattr(t, "kind", "") == "images"]
+        found = []
+        for name in ("patch", "merge", "dtype"):
+            said = {getattr(spec, name): source for source, spec in reversed(specs)}
+            if len(said) > 1:
+                words = ", ".join(f"{value!r} in {source!r}" for value, source in reversed(said.items()))
+                found.append(f"sources: images of all sources go to one encoder and need one {name}, found {words}")
+        sliced = isinstance(self.place, ClientPlaceTree) and self.place.cp > 1 and getattr(self.batch, "cp_split", "none") != "none"
+        if specs and sliced and isinstance(self.strategy, str):
+            ways = 'batch.cp_split="none", or a strategy with .broadcast_at("CP") or .distribute("CP")'
+            found.append(f"place: cp={self.place.cp} cuts microbatches, and rows of images go into whole ones; use {ways}")
+        return found
+
     def _not_yet(self) -> list[str]:
         """What the design names and this version does not do: refused, never ignored."""
         found = []
-        if isinstance(self.place, ClientPlaceTree) and (self.place.cp, self.place.pp) != (1, 1):
-            found.append(f"place: batches are cut neither for cp nor for pp in this version (cp=pp=1), found {self.place}")
         if self.journal is not None:
             found.append("journal: durability across crashes is not available in this version; use state_dict()")
         return found

@@ -20,12 +20,14 @@ from overlord.job import Batch, Job, Source, did_you_mean
 from overlord.mixturefile import failed, read_mixture, write_mixture
 from overlord.placetree import ClientPlaceTree
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
+from overlord.transforms.images import Images
 from overlord.transforms.text import Tokenize
 
 REGISTER = "call ov.register_function before the file is read; on the command line, in a module named by --import"
 _functions: dict[str, Callable[..., Any]] = {}
 _TRANSFORMS: dict[str, Callable[..., Any]] = {
     "tokenize": Tokenize, "tokens": Tokens, "map": Map, "filter": Filter, "select": Select, "meta": Meta,
+    "images": Images,
 }  # fmt: skip
 
 
@@ -119,7 +121,7 @@ class _Reader:
         needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING and f.init]
         missing = [name for name in needed if name not in plain]
         self.problems += [f"{dot}{name}: missing" for name in missing]
-        stand_ins = {name: _missing if name == "fn" else "?" for name in missing}
+        stand_ins = {name: {"fn": _missing, "placeholder": 0}.get(name, "?") for name in missing}
         return {key: value for key, value in plain.items() if key in names} | stand_ins
 
     def _part(self, cls: type, plain: Any, at: str, **given: Any) -> Any:
@@ -153,11 +155,12 @@ class _Reader:
         if isinstance(plain, dict):
             if name is not None and "name" in plain:
                 self.problems.append(f"{at}.name: the key names the source already")
-            if isinstance(plain.get("transforms"), list):
-                given["transforms"] = self._transforms(plain["transforms"], f"{at}.transforms")
-            elif "transforms" in plain:
-                self.problems.append(f"{at}.transforms: wanted a list, found {_shown(plain['transforms'])}")
-                given["transforms"] = ()
+            for key in ("transforms", "deferred"):
+                if isinstance(plain.get(key), list):
+                    given[key] = self._transforms(plain[key], f"{at}.{key}")
+                elif key in plain:
+                    self.problems.append(f"{at}.{key}: wanted a list, found {_shown(plain[key])}")
+                    given[key] = ()
             if "path" in plain:  # what many call it: said, and then checked under its name
                 self.problems.append(f"{at}.path: unknown; did you mean 'uri'?")
                 plain = {"uri": plain["path"], **{key: value for key, value in plain.items() if key != "path"}}
@@ -201,7 +204,7 @@ class _Reader:
         if kind == "select":
             return self._select(body, at)
         if not isinstance(body, dict):
-            first = {"tokenize": "tokenizer", "tokens": "column", "meta": "name"}.get(kind, "fn")
+            first = {"tokenize": "tokenizer", "tokens": "column", "meta": "name", "images": "placeholder"}.get(kind, "fn")
             self.problems.append(f"{at}: wanted its fields, as in {{{first}: ...}}, found {_shown(body)}")
             return None
         given: dict[str, Any] = {}
@@ -324,7 +327,7 @@ class _Writer:
             return {}
         if isinstance(t, Select):
             return {"select": list(t.columns)}
-        body = _changed(t)
+        body = {name: list(value) if isinstance(value, tuple) else value for name, value in _changed(t).items()}
         if isinstance(t, Tokenize):
             body["tokenizer"] = _anywhere(str(t.tokenizer))
         if isinstance(t, (Map, Filter)):

@@ -10,6 +10,7 @@ Forget, Open   planner -> loaders                    what leads to that
 Stage      planner     -> loaders, constructors      the plan of a step; between processes its cuts, Part and Placed
 Staged     loader host -> constructors               payload of a step has come; between processes as Payload
 Build, then Built                                    the constructor asks its host for work
+Spoiled    constructor -> planner                    images that could not be decoded, for the record
 Deliver    constructor -> client                     a step for a rank (what travels with its arrays is Told)
 Finish     planner     -> constructors               no step from here on; with an error, or without
 End        constructor -> client                     all steps before that are sent
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from overlord.placetree import ClientPlaceTree
 from overlord.plan import LoadingPlan
 from overlord.sample import Column, Ragged, SampleId
 
@@ -243,6 +245,42 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Encoding:
+    """What some ranks encode in a step and how outputs come to the backbone, as columns: rank by rank, in each exchange by exchange.
+
+    Group ``g = i * n_slots + s`` is exchange s of ``ranks[i]``; its items are rows ``bounds[g]`` to ``bounds[g + 1]`` of the first
+    columns, what it receives rows ``recv_bounds[g]`` to ``recv_bounds[g + 1]`` of the last ones (``planner/routes.py``).
+    """
+
+    ranks: np.ndarray  # int64
+    n_slots: int  # exchanges in a step
+    per: str  # "microbatch": exchange m belongs to microbatch m; else "iteration"
+    item: np.ndarray  # int64: number in the plan's module, in the order in which outputs are sent
+    at: np.ndarray  # int64: row of its bytes among the staged items
+    ids: np.ndarray  # int64 [n, 5]: source, epoch, file, row, part of its sample
+    number: np.ndarray  # int32: which item of its sample it is
+    home: np.ndarray  # int64 [n, 3]: bucket, microbatch, slot of its sample in the backbone
+    send_lens: np.ndarray  # int32
+    bounds: np.ndarray  # int64 [groups + 1]
+    send_splits: np.ndarray  # int32 [groups, world]
+    recv_splits: np.ndarray  # int32 [groups, world]
+    recv_perm: np.ndarray  # int64
+    out_lens: np.ndarray  # int32
+    microbatch: np.ndarray  # int32: of the backbone
+    position: np.ndarray  # int64: first placeholder in the un-sliced microbatch, rows laid end to end
+    recv_bounds: np.ndarray  # int64 [groups + 1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spoiled:
+    """Images that could not be decoded where they were wanted: their pixels are zero. For the record; it changes no stream."""
+
+    step: int
+    ids: np.ndarray  # int64 [n, 5]: source, epoch, file, row, part of each one's sample
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Stage:
     """The plan of a step. ``pops[l]`` samples leave the front of loader l; ``doc[i]`` is sample i's number among all
     popped ones, counted loader by loader behind those that were held over from steps before."""
@@ -256,6 +294,7 @@ class Stage:
     kept: np.ndarray | None = None  # look-ahead: the rows of held and popped payload that stay held, in order; None: nothing is ever held
     loader: np.ndarray | None = None  # int32: who read each sample of the plan; for people, never for a strategy
     valid_tokens: int = 0  # with a loss, over all ranks: a plan cut for some buckets does not know
+    encoding: Encoding | None = None  # where steps are built, for their ranks; None: the job has no images
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -264,6 +303,7 @@ class Part:
 
     The host's documents are numbered: those held over from steps before, then the popped ones, loader by loader. ``take[j]`` are
     those for constructor host ``to[j]``, rising; without ``take`` all go to each of ``to``. Without constructors the hosts are ranks.
+    ``items[j]`` are the images for constructor host ``to[j]``, which need not be of its documents; without ``take`` all go.
     """
 
     step: int
@@ -272,6 +312,7 @@ class Part:
     to: tuple[int, ...]
     take: tuple[np.ndarray, ...] = ()
     kept: np.ndarray | None = None  # the documents that stay held; None: nothing is ever held
+    items: tuple[np.ndarray, ...] = ()  # int64 [2, n]: document and number inside it; empty: no images in this step
     plan: LoadingPlan | None = None  # for loader hooks: the samples of this host; then ``take`` has rows of it
     doc: np.ndarray | None = None  # and the document of each
 
@@ -292,6 +333,7 @@ class Payload:
     origin: int
     tokens: Ragged
     generation: int = 0
+    items: Ragged | None = None  # uint8: images to be encoded there, in the order in which they are planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +416,19 @@ class Sealed:
     data: np.ndarray  # uint8
 
 
+def _shares(plan: LoadingPlan) -> tuple[tuple[str, ...], str, ClientPlaceTree | None]:
+    """What says who gets what of a plan: broadcasts that serve anyone, the axis of its buckets, and the mesh where it matters."""
+    main, place = plan.main, plan.place
+    if place is None:
+        return (), main.axis, None
+    broadcast = tuple(dim for dim in main.broadcast if getattr(place, dim.lower()) > 1)
+    return broadcast, main.axis, _needed(main.axis, broadcast, place)
+
+
+def _needed(axis: str, broadcast: tuple[str, ...], place: ClientPlaceTree) -> ClientPlaceTree | None:
+    return None if axis == "DP" and not broadcast and place.cp == place.pp == 1 else place
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Told:
     """What a client is told of a step beside its arrays: the samples, a row each, and the state behind the step."""
@@ -382,35 +437,47 @@ class Told:
     digest: str
     valid_tokens: int
     names: tuple[str, ...]
-    source: np.ndarray
-    epoch: np.ndarray
-    file: np.ndarray
-    row: np.ndarray
-    part: np.ndarray
-    tokens: np.ndarray
+    table: np.ndarray  # int64 [samples, 6]: source, epoch, file, row, part, tokens; one array, since each costs on its way
     after: StreamState | Sealed
+    broadcast: tuple[str, ...] = ()  # axes of more than one rank along which the trainer broadcasts
+    axis: str = "DP"  # whose buckets the plan has
+    place: ClientPlaceTree | None = None  # None: every rank of a data-parallel group gets all that the group has
 
     @staticmethod
     def of(stage: Stage, after: StreamState | Sealed | None = None) -> Told:
         """The whole plan's samples, as they are."""
         p = stage.plan
         return Told(
-            p.step, stage.digest, stage.valid_tokens, p.names, p.source, p.epoch, p.file, p.row, p.part, p.tokens,
-            stage.after if after is None else after,
+            p.step, stage.digest, stage.valid_tokens, p.names, np.column_stack((p.source, p.epoch, p.file, p.row, p.part, p.tokens)),
+            stage.after if after is None else after, *_shares(p),
         )  # fmt: skip
+
+    def without_broadcast(self) -> Told:
+        """Every rank fetches for itself."""
+        return replace(self, broadcast=(), place=None if self.place is None else _needed(self.axis, (), self.place))
 
     def of_rows(self, rows: np.ndarray) -> Told:
-        """These samples only, as columns of their own: what one bucket's clients need to know."""
-        columns = {name: getattr(self, name)[rows] for name in ("source", "epoch", "file", "row", "part", "tokens")}
-        return replace(self, **columns)
+        """These samples only, in a table of their own: what one bucket's clients need to know."""
+        return replace(self, table=self.table[rows])
 
     def __len__(self) -> int:
-        return len(self.source)
+        return len(self.table)
+
+    @property
+    def source(self) -> np.ndarray:
+        return self.table[:, 0]
+
+    @property
+    def row(self) -> np.ndarray:
+        return self.table[:, 3]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self.table[:, 5]
 
     def sample_id(self, i: int) -> SampleId:
-        return SampleId(
-            self.names[int(self.source[i])], int(self.epoch[i]), int(self.file[i]), int(self.row[i]), int(self.part[i]),
-        )  # fmt: skip
+        source, *place, _ = self.table[i].tolist()
+        return SampleId(self.names[source], *place)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -423,6 +490,9 @@ class Handed:
     wide: Mapping[str, np.ndarray]
     rows: np.ndarray  # int64 [keys, microbatches]
     microbatches: tuple[Mapping[str, np.ndarray], ...] = ()
+    encoder: Mapping[str, np.ndarray] = field(default_factory=dict)  # the rank's images and routes, exchange by exchange
+    encoder_rows: np.ndarray | None = None  # int64 [keys, exchanges]
+    per: str = ""  # "microbatch": exchange m belongs to microbatch m
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,6 +139,10 @@ class ClientPlaceTree:
         at = np.unravel_index(rank, self._shape)
         return {axis: int(i) for axis, i in zip(self.order, at, strict=True)}
 
+    def along(self, axis: str) -> np.ndarray:
+        """Where every rank stands on one axis: int64 [world_size]."""
+        return np.unravel_index(np.arange(self.world_size), self._shape)[self.order.index(axis)]
+
     def rank_problem(self, rank: Any) -> str:
         """What is wrong with a rank's number, often read from the environment; empty when nothing is."""
         if not isinstance(rank, (int, np.integer)):
@@ -195,6 +199,13 @@ class ClientPlaceTree:
         """The ranks that fetch when the trainer broadcasts along these axes: one of each group."""
         served = self.served_by(broadcast)
         return np.flatnonzero(served == np.arange(len(served))).tolist()
+
+    def seats(self, axis: str = "DP", broadcast: str | Sequence[str] = ()) -> np.ndarray:
+        """For every rank whose mailbox holds its microbatches: the lowest rank of its bucket that has the same fetcher; int64
+        [world_size]. The fetcher's own, but where the trainer broadcasts across buckets: then it opens a client at each seat."""
+        group = self.bucket_of(axis) * self.world_size + self.served_by(broadcast)
+        _, lowest, number = np.unique(group, return_index=True, return_inverse=True)
+        return lowest[number].astype(np.int64, copy=False)
 
     # for people
 

@@ -17,6 +17,7 @@ from overlord.placetree import ClientPlaceTree, broadcast_dims
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
+    from overlord.job import Batch
     from overlord.planner.routes import Routes
 
 SAMPLE_COLUMNS = ("source", "epoch", "file", "row", "part", "tokens", "substep")
@@ -239,20 +240,27 @@ class LoadingPlan:
 
     def fetchers(self, module: str = "backbone") -> list[int]:
         """Ranks that take this module's microbatches from the loader; the others are served by the trainer's broadcasts."""
-        return self._tree().fetchers(self.module(module).broadcast)
+        return self.tree.fetchers(self.module(module).broadcast)
 
     def served_by(self, module: str = "backbone") -> np.ndarray:
         """For every rank the one that fetches for it, itself where it fetches: int64 [world_size]."""
-        return self._tree().served_by(self.module(module).broadcast)
+        return self.tree.served_by(self.module(module).broadcast)
 
     def fetches(self, rank: int, module: str = "backbone") -> list[int]:
         """Buckets whose microbatches a rank fetches: its own and those of the ranks it serves; none if it is served."""
-        if problem := self._tree().rank_problem(rank):
+        if problem := self.tree.rank_problem(rank):
             raise PlanError(problem, self.step)
-        buckets = self._tree().bucket_of(self.module(module).axis)
+        buckets = self.tree.bucket_of(self.module(module).axis)
         return sorted(set(buckets[self.served_by(module) == rank].tolist()))
 
-    def _tree(self) -> ClientPlaceTree:
+    def delivery(self, batch: Batch, broadcast: bool = True) -> dict[str, Any]:
+        """How many clients fetch, whom they serve, and how many bytes of arrays this step is to each; without broadcasts, if asked."""
+        from overlord.constructor.shares import delivery
+
+        return delivery(self, batch, broadcast)
+
+    @property
+    def tree(self) -> ClientPlaceTree:
         if self.place is None:
             raise PlanError("the plan was made by hand and knows no place", self.step, "give LoadingPlan(place=...)")
         return self.place

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from overlord.placetree import BUCKET_AXES
 from overlord.plan import ITEM_COLUMNS, Assignment, LoadingPlan
 
 
@@ -74,8 +75,8 @@ def _peak(plan: LoadingPlan, a: Assignment) -> dict[str, Any]:
     """The fullest microbatch of every bucket, and the one that would run out of memory first."""
     shape, bins = (a.n_buckets, a.n_microbatches), a.bins()
     tokens = np.bincount(bins, weights=a.size, minlength=a.n_buckets * a.n_microbatches).astype(np.int64).reshape(shape)
-    # Only a bucket of a whole replica is cut along cp; the others get their microbatches unsliced.
-    cut = plan.place.cp if plan.place is not None and a.axis == "DP" else 1
+    # Buckets of an axis with cp in it get their microbatches unsliced.
+    cut = plan.place.cp if plan.place is not None and "cp" not in BUCKET_AXES[a.axis] else 1
     found: dict[str, Any] = {"tokens_by_bucket": tokens.max(axis=1).tolist(), "tokens_per_rank": int(-(-tokens.max() // cut))}
     by, load, capacity = ("tokens", a.size, float(a.capacity)) if a.memory is None else ("memory", a.memory, a.memory_capacity)
     if len(bins):

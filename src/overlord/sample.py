@@ -5,6 +5,7 @@ No object per sample exists anywhere on a hot path. A step of 262,144 samples is
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,9 @@ from overlord.errors import PlanError
 
 if TYPE_CHECKING:
     from overlord.job import Batch
+
+
+SLICE_FROM = 1024  # mean length of rows from which copying them one by one is cheaper than gathering by index
 
 
 class SampleId(NamedTuple):
@@ -65,7 +69,13 @@ class Ragged:
         lengths = self.lengths[rows]
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
-        index = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths)
+        starts = self.offsets[:-1][rows]
+        if offsets[-1] > SLICE_FROM * len(rows):  # files, say: an index would be eight times their bytes
+            values = np.empty(int(offsets[-1]), self.values.dtype)
+            for a, b, at in zip(offsets.tolist(), offsets[1:].tolist(), starts.tolist(), strict=False):
+                values[a:b] = self.values[at : at + b - a]
+            return Ragged(values, offsets)
+        index = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
         return Ragged(self.values[index], offsets)
 
     @staticmethod
@@ -87,6 +97,132 @@ class Ragged:
         np.cumsum([len(row) for row in rows], out=offsets[1:])
         arrays = [np.asarray(row, dtype) for row in rows if len(row)]  # an empty list would make whole numbers floats
         return Ragged(np.concatenate(arrays) if arrays else np.zeros(0, dtype or np.int64), offsets)
+
+
+class Items(NamedTuple):
+    """What documents carry beside their tokens, images say: bytes of their own each, document after document."""
+
+    bytes: Ragged  # uint8, item after item
+    counts: np.ndarray  # int64: items of each document
+
+    @property
+    def first(self) -> np.ndarray:
+        """The first item of each document, and their number: int64, one more than documents."""
+        first = np.zeros(len(self.counts) + 1, np.int64)
+        np.cumsum(self.counts, out=first[1:])
+        return first
+
+    def slice(self, start: int, stop: int) -> Items:
+        """Items of documents start to stop, as views."""
+        counts = self.counts[start:stop]
+        before = int(self.counts[:start].sum())
+        return Items(self.bytes.slice(before, before + int(counts.sum())), counts)
+
+    def take(self, documents: np.ndarray) -> Items:
+        """Items of chosen documents in the given order, copied."""
+        return Scattered([self.bytes], self.counts).take(documents)
+
+    @staticmethod
+    def none(documents: int) -> Items:
+        return Items(Ragged(np.zeros(0, np.uint8), np.zeros(1, np.int64)), np.zeros(documents, np.int64))
+
+    @staticmethod
+    def concat(parts: Sequence[Items]) -> Items:
+        if not parts:
+            return Items.none(0)
+        some = [p.bytes for p in parts if len(p.bytes)] or [parts[0].bytes]
+        return Items(Ragged.concat(some), np.concatenate([p.counts for p in parts]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Content:
+    """The payload of documents on their way from loader to constructor. Sources without images have ``items=None`` and pay nothing."""
+
+    tokens: Ragged
+    items: Items | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes + (0 if self.items is None else self.items.bytes.nbytes)
+
+    def slice(self, start: int, stop: int) -> Content:
+        """Documents start to stop, as views: nothing is copied."""
+        return Content(self.tokens.slice(start, stop), None if self.items is None else self.items.slice(start, stop))
+
+    def compact(self) -> Content:
+        """The same documents in memory of their own, so that the memory they were cut from can go."""
+        items = None if self.items is None else Items(self.items.bytes.compact(), self.items.counts.copy())
+        return Content(self.tokens.compact(), items)
+
+    def take(self, documents: np.ndarray) -> Content:
+        """Chosen documents in the given order, copied."""
+        return Content(self.tokens.take(documents), None if self.items is None else self.items.take(documents))
+
+    def take_items(self, rows: np.ndarray) -> Ragged:
+        """Chosen items in the given order, copied; they are numbered through the documents."""
+        return (self.items or Items.none(len(self))).bytes.take(rows)
+
+    @staticmethod
+    def pick(parts: Sequence[Content], documents: np.ndarray) -> Content:
+        """Chosen documents of several parts, numbered through them; items are copied once, however many parts there are."""
+        tokens = Ragged.concat([p.tokens for p in parts]).take(documents)
+        if (scattered := Scattered.of(parts)) is None:
+            return Content(tokens)
+        return Content(tokens, scattered.take(documents))
+
+    @staticmethod
+    def concat(parts: Sequence[Content]) -> Content:
+        """Documents one part after another. Beside parts with items, documents of the others have none."""
+        if len(parts) == 1:
+            return parts[0]
+        tokens = Ragged.concat([p.tokens for p in parts])
+        if all(p.items is None for p in parts):
+            return Content(tokens)
+        return Content(tokens, Items.concat([Items.none(len(p)) if p.items is None else p.items for p in parts]))
+
+
+class Scattered:
+    """The items of several parts, read as one column where they lie."""
+
+    def __init__(self, parts: Sequence[Ragged], counts: np.ndarray):
+        self.parts, self.counts = parts, counts  # items of each document
+        self._bounds = [0, *np.cumsum([len(p) for p in parts]).tolist()]
+
+    @staticmethod
+    def of(parts: Sequence[Content]) -> Scattered | None:
+        """None: not one of them has items."""
+        if all(p.items is None for p in parts):
+            return None
+        counts = [np.zeros(len(p), np.int64) if p.items is None else p.items.counts for p in parts]
+        return Scattered([p.items.bytes for p in parts if p.items is not None and len(p.items.bytes)], np.concatenate(counts))
+
+    def __len__(self) -> int:
+        return self._bounds[-1]
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        k = bisect_right(self._bounds, i) - 1
+        return self.parts[k][i - self._bounds[k]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for p in self.parts)
+
+    @property
+    def first(self) -> np.ndarray:
+        """The first item of each document, and their number."""
+        return np.concatenate([[0], np.cumsum(self.counts)])
+
+    def rows(self, documents: np.ndarray) -> np.ndarray:
+        """All items of these documents, document by document."""
+        counts = self.counts[documents]
+        ends = np.cumsum(counts)
+        return np.repeat(self.first[documents] - ends + counts, counts) + np.arange(int(counts.sum()))
+
+    def take(self, documents: np.ndarray) -> Items:
+        return Items(Ragged.from_rows([self[i] for i in self.rows(documents).tolist()], np.uint8), self.counts[documents])
 
 
 Column = np.ndarray | Ragged  # one value a sample, or several: images, say
@@ -191,7 +327,8 @@ class Buffer:
         if name in self.absent:
             return no_items(len(self))
         if not isinstance(name, str) or name not in self.meta:
-            raise PlanError(f"no metadata {name!r}; known: {', '.join(sorted(self.meta))}", self.step, "add it with ov.Meta")
+            how = "ov.Images or ov.Meta" if str(name).startswith("image_") else "ov.Meta"
+            raise PlanError(f"no metadata {name!r}; known: {', '.join(sorted(self.meta))}", self.step, f"add it with {how}")
         return self.meta[name]
 
     def take(self, rows: np.ndarray) -> Buffer:

@@ -144,6 +144,17 @@ def test_an_epoch_without_samples_is_still_told_of_after_it_is_read_anew() -> No
         assert outcome(ov.simulate(job, seed=1, events=[Moved("none", after)])) == outcome(whole)
 
 
+def test_an_epoch_of_bad_rows_is_told_of_with_the_last_reason_also_after_it_is_read_anew() -> None:
+    good, bad = [{"tokens": [1, 2]}] * 30, [{"tokens": None}] * 30
+    sources = [ov.Source.from_dataset(name, rows, transforms=[ov.Tokens()]) for name, rows in (("none", bad), ("some", good))]
+    job = ov.Job(name="bad", sources=sources, batch=ov.Batch(samples=4, context=8), place=ov.ClientPlaceTree(), slice_rows=5)
+    whole = ov.simulate(job, seed=1)
+    assert "dropped by a filter; the last: row" in str(whole.error)
+    assert "tokens is null or missing" in str(whole.error)
+    for after in range(12):
+        assert outcome(ov.simulate(job, seed=1, events=[Moved("none", after)])) == outcome(whole)
+
+
 def _none(columns: dict[str, Any]) -> list[bool]:
     return [False] * len(columns["n"])
 

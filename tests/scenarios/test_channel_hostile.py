@@ -16,6 +16,7 @@ import pytest
 from overlord.channel import codec, frame
 from overlord.channel.ring import CELLS
 from overlord.channel.slot import sealed_memfd
+from overlord.channel.values import SMALL_BYTES
 from overlord.channel.wire import BYE, FORGET, FRAME, HEAD, RING, SHARED
 from overlord.channel.wire import MAGIC as ENVELOPE
 from overlord.errors import ActorLost, FrameError
@@ -43,7 +44,7 @@ def value_of(value: Any) -> bytes:
 
 def shared(grants: list[tuple[int, int, int]], *refs: tuple[int, ...]) -> bytes:
     """A message by reference, one row of (column, grant, offset, dtype code, dims, shape...) for each column."""
-    header, _ = codec.encode([np.zeros(1, np.uint8) for _ in refs])
+    header, _ = codec.encode([np.zeros(SMALL_BYTES + 1, np.uint8) for _ in refs])
     table = struct.pack("<II", len(grants), len(refs)) + b"".join(struct.pack("<QQQ", *grant) for grant in grants)
     for column, grant, offset, code, dims, *shape in refs:
         table += struct.pack("<QQQBB6x8Q", column, grant, offset, code, dims, *shape, *[0] * (8 - len(shape)))

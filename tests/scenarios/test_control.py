@@ -85,6 +85,21 @@ def test_the_calls_of_a_caller_arrive_in_their_order(control: Control, actor: Ha
     assert ask(control, actor, "notes") == list(range(300))
 
 
+def test_what_is_told_arrives_in_its_order_among_the_calls_and_a_fault_hurts_nobody(control: Control, actor: Handle) -> None:
+    for i in range(100):
+        (control.tell if i % 3 else control.call)(actor, "note", i)
+    control.tell(actor, "fail", "ours")
+    control.tell(actor, "nonsense")
+    assert ask(control, actor, "notes") == list(range(100))
+
+
+def test_who_is_gone_is_told_nothing(control: Control, actor: Handle) -> None:
+    control.kill(actor)
+    control.tell(actor, "note", 1)
+    with pytest.raises(FrameError, match="argument 1"):
+        control.tell(actor, "note", object())
+
+
 def test_callers_in_several_threads_each_keep_their_order(control: Control, actor: Handle) -> None:
     def caller(number: int) -> None:
         for i in range(50):

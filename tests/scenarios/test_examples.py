@@ -23,14 +23,19 @@ SAYS = {
     "09_low_level.py": ["step 2: 49 of 868 tokens masked", "imbalance 1.006", "samples candidates; web:"],
     "05_yaml_job.py": ["read back equal: True", "wrong.yaml: 3 problems", "did you mean 'weight'?"],
     "11_connect.py": ["rank 0 of another process: steps 0 to 9", "rank 1 of another process: steps 0 to 9", "320 samples, each once: True"],
+    "12_fsdp2.py": ["1 rank(s), 10 steps: loss 4.1", "steps 5 to 9 again, from the checkpoint: same losses: True"],
+    "13_megatron_style.py": ["ranks that fetch: [0, 2] of 8; rank 0 for ranks [0, 1, 4, 5]", "last stage: cu_seqlens", "loss 4.24 to 0.01"],
+    "14_vlm_torchrun.py": ["images encoded by each rank: [564, 561, 549, 540]", "loss 2.27 to 0.09"],
     "06_curriculum.py": ["curriculum(column='difficulty'", "rising over the ramp: True"],
 }
+NEEDS = {"02_torch_loop.py": "torch", "12_fsdp2.py": "transformers", "13_megatron_style.py": "torch", "14_vlm_torchrun.py": "torch"}
+LONGER = ("12_", "13_", "14_")  # whole training loops, with their models
 
 
 def run(path: Path, tmp_path: Path) -> str:
     """The example's output; its temporary files and its cache are bound to a folder of the test."""
-    if path.name == "02_torch_loop.py" and find_spec("torch") is None:
-        pytest.skip("torch is not installed")
+    if (module := NEEDS.get(path.name)) is not None and find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
     own = {"PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path), "OVERLORD_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error::ResourceWarning", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own}, cwd=tmp_path, timeout=120, check=False)
@@ -59,5 +64,6 @@ def test_an_example_prints_the_same_on_every_run(tmp_path: Path):
 
 
 def test_examples_stay_short():
-    assert [path.name for path in EXAMPLES if len(path.read_text().splitlines()) >= 60] == []
+    limits = {path: 90 if path.name.startswith(LONGER) else 60 for path in EXAMPLES}
+    assert [path.name for path in EXAMPLES if len(path.read_text().splitlines()) >= limits[path]] == []
     assert {path.name for path in EXAMPLES} == set(SAYS)

@@ -143,14 +143,24 @@ def shared_memory_at(array: np.ndarray) -> tuple[str, int]:
 
 def test_ranks_of_one_group_read_the_same_memory_which_was_filled_once() -> None:
     made = job(place=ov.ClientPlaceTree(dp=2, tp=2), until=6)
-    with launch(made, constructor_hosts=2) as session:
+    with launch(made, constructor_hosts=2, broadcast=False) as session:
         clients = [session.client(rank) for rank in range(4)]
         for steps in zip(*clients, strict=True):
             where = [[shared_memory_at(mb[key]) for mb in step for key in ("tokens", "labels", "loss_mask")] for step in steps]
             assert where[0] == where[1] != where[2] == where[3]
-    apart = run(made, "process", constructor_hosts=2)
-    assert apart == run(made, "local")
+    apart = run(made, "process", constructor_hosts=2, broadcast=False)
+    assert apart == run(made, "local", broadcast=False)
     assert apart.steps[0] == apart.steps[1] != apart.steps[2] == apart.steps[3]
+
+
+def test_slices_of_context_parallel_ranks_lie_in_one_piece_of_shared_memory() -> None:
+    with launch(job(place=ov.ClientPlaceTree(cp=2, pp=2), batch=ov.Batch(samples=9, context=64), until=6)) as session:
+        clients = [session.client(rank) for rank in range(4)]
+        for steps in zip(*clients, strict=True):
+            where = [shared_memory_at(step[0][key]) for step, key in zip(steps, ["tokens", "tokens", "labels", "labels"], strict=True)]
+            size = steps[0][0]["tokens"].nbytes
+            assert len({inode for inode, _ in where}) == 1
+            assert where[1][1] - where[0][1] == where[3][1] - where[2][1] == size, "rank after rank"
 
 
 def test_the_loaders_of_a_source_may_live_in_several_processes() -> None:

@@ -104,7 +104,7 @@ def test_who_waits_is_told_for_which_source_in_which_process(tmp_path: Path) -> 
             assert "samples that step 0 draws" in words
             assert "source 'slow'" in words
             assert "loader/slow/1 is reading" in words
-            assert words.endswith(f"in {host})")
+            assert f" in {host}" in words
         assert (stall.value.step, stall.value.rank) == (0, 0)
         gate.touch()
         assert next(client).step == 0, "a stall is no end"

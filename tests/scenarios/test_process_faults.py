@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -323,7 +324,12 @@ def test_a_tokenizer_that_is_missing_is_told_at_launch(tmp_path: Path) -> None:
 
 
 def test_a_program_that_launches_when_it_is_imported_is_told_how_to_be(tmp_path: Path) -> None:
+    """Only one that sends something defined in it: else its hosts never import it."""
     with program(tmp_path, trains(PLAIN, "return"), guarded=False) as trainer:
+        assert trainer.end()[0] == 0
+    hooked = PLAIN.replace("until=10**6", "until=10**6, hooks=(ov.constructor_do_plan(mine),)")
+    body = textwrap.dedent(trains(hooked, "return")) + "\ndef mine(assembly):\n    return assembly.build()\n"
+    with program(tmp_path, body, guarded=False) as trainer:
         code, _, err = trainer.end()
         assert code != 0
         assert 'if __name__ == "__main__":' in err.splitlines()[-1]

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import overlord as ov
 from overlord.errors import PlanError, SourceError, TransformError
+from overlord.hashing import digest
 from overlord.messages import SetMixture, Skip
 from overlord.planner.strategy import llm_balance
 from overlord.simulation.engine import Delays
@@ -25,17 +27,45 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.parametrize("runtime", RUNTI
 
 
 @dataclass
+class Held:
+    """One microbatch of one rank, copied."""
+
+    arrays: dict[str, np.ndarray]
+    samples: list[Any]
+    served_by: int
+
+    @property
+    def whole(self) -> bool:
+        return "tokens" in self.arrays and self.arrays["tokens"].size == self.arrays["cu_seqlens_padded"][-1]
+
+    def texts(self) -> list[Any]:
+        tokens = self.arrays["tokens"] if self.arrays["tokens"].ndim == 1 else None
+        rows = [tokens[p.offset :] if tokens is not None else self.arrays["tokens"][p.offset] for p in self.samples]
+        return [(tuple(p.sample), row[: p.length].tolist()) for p, row in zip(self.samples, rows, strict=True)]
+
+    def digest(self) -> str:
+        parts = [part for key, array in sorted(self.arrays.items()) for part in (key, str(array.shape), array)]
+        return digest(*parts, str(self.samples), str(self.served_by))
+
+
+@dataclass
 class Outcome:
     """What every rank got: samples with their tokens by step, and what ended it."""
 
     steps: dict[int, dict[int, list[Any]]] = field(default_factory=dict)
+    microbatches: dict[int, dict[int, list[Held]]] = field(default_factory=dict)
     error: dict[int, BaseException | None] = field(default_factory=dict)
     quarantine: list[tuple[str, int]] = field(default_factory=list)
+    plans: dict[int, ov.LoadingPlan] = field(default_factory=dict)  # of a run that was launched
 
     def put(self, rank: int, step: ov.Step) -> None:
-        pieces = [(mb, p) for mb in step for p in mb.samples]
-        found = [(tuple(p.sample), mb["tokens"][p.offset : p.offset + p.length].tolist()) for mb, p in pieces]
-        self.steps.setdefault(rank, {})[step.step] = found
+        held = [Held({key: np.array(array) for key, array in mb.items()}, mb.samples, step.served_by) for mb in step]
+        self.microbatches.setdefault(rank, {})[step.step] = held
+        self.steps.setdefault(rank, {})[step.step] = [found for mb in held if mb.whole for found in mb.texts()]
+
+    def digests(self) -> dict[int, dict[int, list[str]]]:
+        """Of every array of every rank, and of what it was told beside them."""
+        return {r: {s: [mb.digest() for mb in held] for s, held in steps.items()} for r, steps in self.microbatches.items()}
 
     def numbers(self) -> list[list[int]]:
         return [list(self.steps.get(rank, {})) for rank in sorted(self.error)]
@@ -100,6 +130,7 @@ def _launched(job: ov.Job, events: Sequence[Any], slow: int | None, options: Map
             thread.join(90)
         assert len(out.error) == len(clients), "a rank never ended"
         out.quarantine = [(q["source"], q["row"]) for q in session.quarantine()]
+        out.plans = {step: session.plan(step) for step in next(iter(out.steps.values()), {})}
     return out
 
 

@@ -131,9 +131,30 @@ def test_a_client_of_this_process_may_take_its_seat_after_others_have_connected(
                 session.client(1)
 
 
+def test_a_seat_may_be_taken_when_planning_has_begun_and_nothing_has_come() -> None:
+    gate = threading.Event()
+
+    def rows() -> Iterator[dict[str, Any]]:
+        assert gate.wait(20)
+        yield from ({"tokens": [i, i + 1]} for i in range(40))
+
+    made = job(sources=[ov.Source.from_factory("late", rows, transforms=[ov.Tokens()], epochs=1)])
+    with launch(made) as session:
+        served = session.serve()
+        with ov.connect(served, 1, served.token) as there:
+            thread, got = in_thread(lambda: rest(there))
+            while not session._begun:
+                time.sleep(0.01)
+            here = session.client(0)
+            gate.set()
+            steps = rest(here)
+            thread.join(20)
+            assert len(got[0]) == len(steps) > 2
+
+
 def test_ranks_of_one_group_share_one_assembly() -> None:
     made = job(n=60, place=ov.ClientPlaceTree(dp=2, tp=2))
-    with launch(made) as session:
+    with launch(made, broadcast=False) as session:
         served = session.serve()
         delivery = session._serving.delivery  # type: ignore[union-attr]
         assert isinstance(delivery, Delivery)

@@ -118,3 +118,17 @@ def test_another_buckets_ranks_are_none_of_its_business() -> None:
     assembler = Assembler(0, [0])
     assert assembler.handle(Attach(5)) == []
     assert assembler.handle(Consumed(5, 0)) == []
+
+
+def test_a_step_comes_along_with_other_buckets_once_and_only_if_its_payload_is_there_and_someone_wants_it() -> None:
+    assembler = Assembler(0, [0], build_ahead=1)
+    assert not assembler.come_along(0)  # nobody is attached
+    assembler.handle(Attach(0))
+    planned(assembler, 0)
+    assembler.handle(stage(1))
+    assert not assembler.come_along(1)  # its payload is on its way
+    assert assembler.handle(Staged(1)) == []
+    assert assembler.come_along(1)
+    assert not assembler.come_along(1)
+    assert assembler.handle(Built(1)) == []
+    assert assembler.handle(Built(0)) == [Deliver(0, 0), Deliver(1, 0)]

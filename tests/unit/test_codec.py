@@ -88,6 +88,18 @@ def test_a_contiguous_array_is_sent_from_where_it_lies():
     )
 
 
+def test_a_small_array_stands_in_the_header_unless_it_lies_in_shared_memory():
+    small, large, lent = np.arange(32), np.arange(33), np.frombuffer(bytearray(64), np.int64)
+    assert encode([small, small[:0], small[::2], np.zeros(3, bool)])[1] == []
+    assert len(encode([large, np.zeros((2, 2)), lent])[1]) == 3
+    back = sent({"a": small, "b": np.zeros(0, np.float32)})
+    assert back["a"].tolist() == small.tolist()
+    assert back["a"].dtype == small.dtype
+    assert not back["a"].flags.writeable
+    assert back["b"].dtype == np.float32
+    assert back["b"].shape == (0,)
+
+
 def test_decoding_thirty_megabytes_of_arrays_allocates_no_more_than_their_names():
     frame = joined(*encode({f"a{i}": np.zeros(2**17) for i in range(30)}))
     tracemalloc.start()
@@ -322,9 +334,10 @@ ONE = [np.arange(3), np.zeros((2, 2), np.uint8), np.array([0, 5, 2]), np.array([
 @pytest.mark.parametrize(
     "lie",
     [
-        [], [10], [-1], ["x"], [None], [True, 1], [[0]], [2], [2, 4], [2, -1], [2, 0, 0], [2, True], [2, 0.0], [2, None],
+        [], [11], [-1], ["x"], [None], [True, 1], [[0]], [2], [2, 4], [2, -1], [2, 0, 0], [2, True], [2, 0.0], [2, None],
         [3, 0], [3, 0, 3], [3, 0, 4], [3, 0, 1],        [3, 0, 2], [3, 2, 1], [4, 12, b"x"], [4, -1, bytes(8)], [4, 4, b"short"],
         [4, 0, "x"], [5, "x"], [5, bytes(4097)], [5],
+        [10], [10, 4], [10, 4, bytes(7)], [10, 12, bytes(8)], [10, -1, bytes(8)], [10, 4, "x"], [10, 4, bytes(264)], [10, True, bytes(8)],
         [6, 0], [6, 1], [6, 9],        [7, 0, []], [7, 0, {"a": 1}], [7, 0, {1: [2, 0]}], [7, "0", {}],
         {1.5: 0}, {None: 0}, {b"a": 0}, {(1, 2): 0},
         msgspec.msgpack.Ext(5, b"x"), [0, msgspec.msgpack.Ext(-1, bytes(4))],

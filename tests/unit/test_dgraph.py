@@ -260,6 +260,13 @@ def test_a_sample_that_no_microbatch_can_hold_is_named() -> None:
 def test_documents_are_padded_for_context_parallelism() -> None:
     graph = DGraph.from_buffer(drawn(web={"tokens": [1, 8, 9]}), ClientPlaceTree(dp=1, cp=4))
     assert graph.sizes().tolist() == [8, 8, 16]
+    for fields, multiple in (
+        ({"cp_split": "contiguous"}, 4), ({"cp_split": "none"}, 1), ({"cp_split": "none", "sequence_parallel": True}, 3),
+        ({"sequence_parallel": True, "pad_multiple": 5}, 5 * 8 * 3),
+    ):  # fmt: skip
+        batch = replace(graph.buffer.batch, context=240, **fields)
+        padded = DGraph.from_buffer(replace(graph.buffer, batch=batch), ClientPlaceTree(dp=1, cp=4, tp=3))
+        assert padded.sizes().tolist() == [-(-n // multiple) * multiple for n in (1, 8, 9)]
 
 
 def test_a_capacity_of_ones_own_is_kept() -> None:

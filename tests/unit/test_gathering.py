@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,13 +15,15 @@ from hypothesis import strategies as st
 
 from overlord.channel.codec import decode, encode
 from overlord.constructor.assembler import Assembler
+from overlord.constructor.encoding import PixelForm, _fill_all
 from overlord.errors import ActorLost, OverlordError, PlanError
 from overlord.job import Batch
-from overlord.messages import Attach, Finish, Payload, Placed, Sealed, Stage
+from overlord.messages import Attach, Encoding, Finish, Payload, Placed, Sealed, Stage
 from overlord.plan import Assignment, LoadingPlan
 from overlord.runtime.building import Building
 from overlord.runtime.gathering import MAX_EARLY, Gathering, check_payload
-from overlord.sample import Ragged
+from overlord.sample import Ragged, Scattered
+from overlord.transforms.pixels import Prefix
 
 AFTER = Sealed(0, np.zeros(1, np.uint8))
 
@@ -57,17 +62,23 @@ class Box:
 class Here:
     """A constructor whose work is done at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, images: PixelForm | None = None) -> None:
         self.finished: list[Finish] = []
         self.box, self._queue = Box(), deque[Any]()
         self.building = Building(
-            [Assembler(0, [0])], batch=Batch(samples=4, context=32), multiple=1, executor=self, run=self.run, cannot=self.finished.append
-        )
+            [Assembler(0, [0])], batch=Batch(samples=4, context=32), multiple=1, executor=self, run=self.run, cannot=self.finished.append,
+            images=images,
+        )  # fmt: skip
         self.gathering = Gathering(self.building)
         self.run(self.building.attach({0: self.box}))
 
     def submit(self, name: str, work: Any, done: Any, **_: Any) -> None:
-        done(work(), None)
+        try:
+            outcome = work()
+        except Exception as error:
+            done(None, error)
+        else:
+            done(outcome, None)
 
     def run(self, commands: Any) -> None:
         self._queue.extend(commands)
@@ -177,3 +188,104 @@ def test_what_is_no_column_of_documents_is_refused() -> None:
     for tokens in (None, 3, "x", [1], np.zeros(3), Attach(1)):
         with pytest.raises(OverlordError, match="wanted documents of whole numbers, found"):
             check_payload(Payload(0, 3, tokens), 3)  # type: ignore[arg-type]
+
+
+# images
+
+
+def image(patch: int = 1, value: int = 5, magic: bytes = b"") -> np.ndarray:
+    prefix = Prefix(form=1, patch=patch, merge=1, dtype="uint8", grid=(1, 1, 1), box=(0, 0, 1, 1), size=(1, 1)).pack()
+    return np.frombuffer(magic + prefix[len(magic) :] + bytes([value] * 3 * patch * patch), np.uint8)
+
+
+def with_images(placed: Placed, n: int) -> Placed:
+    """One rank encodes n images of the first document, in the order in which they come."""
+    one, none = np.array([0, n]), np.zeros(n, np.int64)
+    encoding = Encoding(
+        ranks=np.array([0]), n_slots=1, per="microbatch", item=np.arange(n), at=np.arange(n), ids=np.zeros((n, 5), np.int64), number=none,
+        home=np.zeros((n, 3), np.int64), send_lens=none.astype(np.int32), bounds=one, send_splits=np.zeros((1, 1), np.int32),
+        recv_splits=np.zeros((1, 1), np.int32), recv_perm=np.arange(n), out_lens=none.astype(np.int32), microbatch=none.astype(np.int32),
+        position=none, recv_bounds=one,
+    )  # fmt: skip
+    return replace(placed, stage=replace(placed.stage, encoding=encoding))
+
+
+def gathered(*images: np.ndarray | None, wanted: int = 2) -> Here:
+    """A step with two images, one from each of two hosts; None: the host sends none."""
+    here = Here(PixelForm(3, "uint8"))
+    here.run(here.gathering.plan(with_images(placed(0, [2, 3], (3, 7)), wanted)))
+    for host, tokens, found in zip((3, 7), (documents(2), documents(3)), images, strict=True):
+        payload = Payload(0, host, tokens, items=None if found is None else Ragged.from_rows([found], np.uint8))
+        check_payload(payload, host)
+        here.run(here.gathering.payload(payload))
+    return here
+
+
+def test_images_of_several_hosts_are_one_column() -> None:
+    here = gathered(image(value=4), image(value=9))
+    assert not here.finished
+    assert here.box.steps == {0: [0, 0, 0, 0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [
+        ((image(), None), "wanted 2 images of loader-host/3, loader-host/7, found 1"),
+        ((None, None), "found 0"),
+        ((image(), image(magic=b"JUNK")), "what came as an image is none"),
+        ((image(), np.zeros(7, np.uint8)), "shorter than its prefix"),
+        ((image(), image(patch=2)), "wanted images of 3 uint8 a patch, found 12 uint8"),
+    ],
+)
+def test_images_that_were_not_planned_end_the_job_in_words(images: Any, words: str) -> None:
+    here = gathered(*images)
+    assert here.box.steps == {}
+    assert [type(f.error) for f in here.finished] == [PlanError]
+    assert words in str(here.finished[0].error)
+
+
+def test_a_step_that_is_left_off_at_the_end_is_logged_as_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    here = Here(PixelForm(3, "uint8"))
+    here.building.stopped = True
+    here.run(here.gathering.plan(with_images(placed(0, [2], (3,)), 1)))
+    here.run(here.gathering.payload(Payload(0, 3, documents(2), items=Ragged.from_rows([image()], np.uint8))))
+    assert "closed while its images were being decoded" in str(here.finished[0].error)
+    assert not caplog.records
+
+
+def test_images_wait_for_no_helper_that_is_busy_with_another_step() -> None:
+    held, begun, outs = threading.Event(), threading.Event(), list(np.zeros((8, 1, 3), np.uint8))
+
+    def other_step() -> None:
+        begun.set()
+        held.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(other_step)
+        assert begun.wait(30)
+        try:
+            assert _fill_all([image(value=i) for i in range(8)], outs, pool, lambda: False, 0) == []
+            assert not held.is_set()
+        finally:
+            held.set()
+    assert [out.tolist() for out in outs] == [[[i, i, i]] for i in range(8)]
+
+
+@given(ARRAYS, ARRAYS, st.sampled_from([np.uint8, None]))
+def test_whatever_a_peer_sends_is_taken_as_images_or_refused(values: Any, offsets: Any, dtype: Any) -> None:
+    payload = Payload(5, 3, documents(2), items=Ragged(values if dtype is None else np.abs(values).astype(dtype), offsets))
+    try:
+        payload = decode(*encode(payload))
+        check_payload(payload, 3)
+    except OverlordError:
+        return
+    assert payload.items is not None
+    joined = Scattered([payload.items, payload.items], np.zeros(0, np.int64))
+    assert [joined[i].dtype for i in range(len(joined))] == [np.uint8] * (2 * len(payload.items))
+    assert sum(len(joined[i]) for i in range(len(joined))) == joined.nbytes == 2 * payload.items.lengths.sum()
+
+
+def test_what_is_no_column_of_images_is_refused() -> None:
+    for items in (3, "x", [1], np.zeros(3, np.uint8), Attach(1), documents(3)):
+        with pytest.raises(OverlordError, match="wanted images as bytes, found"):
+            check_payload(Payload(0, 3, documents(1), items=items), 3)  # type: ignore[arg-type]

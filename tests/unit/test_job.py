@@ -104,6 +104,8 @@ def test_many_files_are_checked_in_no_time():
         ({"samples": 1, "microbatches": True}, "batch.microbatches: wanted a whole number of at least 1, found True"),
         ({"samples": 1, "pad_id": -1}, "batch.pad_id: wanted a whole number of at least 0"),
         ({"samples": 1, "layout": "square"}, "batch.layout: wanted one of packed, padded, found 'square'"),
+        ({"samples": 1, "cp_split": "ring"}, "batch.cp_split: wanted one of zigzag, zigzag_whole, contiguous, none, found 'ring'"),
+        ({"samples": 1, "sequence_parallel": 2}, "batch.sequence_parallel: wanted true or false, found 2"),
         ({"samples": 1, "labels": None}, "batch.labels: wanted one of shifted, unshifted, found None"),
         ({"samples": 1, "context": 10, "pad_multiple": 4}, "batch.context: wanted a multiple of pad_multiple=4, found 10"),
     ],
@@ -161,7 +163,6 @@ def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
         ({"overflow": "drop"}, "overflow: wanted one of grow, defer, found 'drop'"),
         ({"overflow": "defer", "batch": Batch(tokens=8, context=8)}, 'overflow: "defer" goes with a batch in samples only'),
         ({"overflow": "defer", "look_ahead": 2}, 'overflow: "defer" goes with look_ahead=1'),
-        ({"place": ClientPlaceTree(cp=2)}, "place: batches are cut neither for cp nor for pp"),
         ({"journal": "runs/demo"}, "journal: durability across crashes is not available"),
     ],
 )
@@ -172,7 +173,20 @@ def test_a_job_that_cannot_run_is_refused(fields: dict[str, Any], problem: str):
 
 def test_the_context_is_a_multiple_of_what_context_parallelism_cuts():
     found = problems(lambda: job(place=ClientPlaceTree(cp=3), batch=Batch(samples=1, context=16)))
-    assert "batch.context: wanted a multiple of 6 (pad_multiple and cp), found 16" in found
+    assert found == ["batch.context: wanted a multiple of 6 (pad_multiple, cp), found 16"]
+    found = problems(lambda: job(place=ClientPlaceTree(cp=2, tp=3), batch=Batch(samples=1, context=16, sequence_parallel=True)))
+    assert found == ["batch.context: wanted a multiple of 12 (pad_multiple, cp, tp for sequence_parallel), found 16"]
+
+
+@pytest.mark.parametrize(
+    ("split", "cp", "multiple"),
+    [("zigzag", 4, 3 * 8), ("zigzag_whole", 4, 3 * 8), ("contiguous", 4, 3 * 4), ("none", 4, 3), ("zigzag", 1, 3), ("contiguous", 1, 3)],
+)
+def test_documents_are_padded_to_what_the_cut_needs(split: str, cp: int, multiple: int):
+    place = ClientPlaceTree(cp=cp, tp=5, pp=2)
+    assert job(place=place, batch=Batch(samples=1, context=120, pad_multiple=3, cp_split=split)).document_multiple == multiple
+    both = Batch(samples=1, context=120, pad_multiple=3, cp_split=split, sequence_parallel=True)
+    assert job(place=place, batch=both).document_multiple == 5 * multiple
 
 
 def test_all_problems_of_a_job_come_together():

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from overlord import jobfile
 from overlord.errors import JobError
-from overlord.job import DRAWS, LABELS, LAYOUTS, MIX_EVERY, ON_LONG, WORKERS, Batch, Job, Source
+from overlord.job import CP_SPLITS, DRAWS, LABELS, LAYOUTS, MIX_EVERY, ON_LONG, WORKERS, Batch, Job, Source
 from overlord.jobfile import read_job, register_function, write_job
 from overlord.placetree import ClientPlaceTree
 from overlord.planner.strategy import STRATEGIES
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
+from overlord.transforms.images import Images
 from overlord.transforms.text import Tokenize
 
 EXAMPLE = """
@@ -160,13 +161,21 @@ def test_the_files_of_a_source_stand_under_uri(tmp_path: Path):
     assert problems(head % "path: /x, uri: /y", tmp_path) == ["sources.a.path: unknown; did you mean 'uri'?"]
 
 
-def test_a_file_may_say_where_transforms_run_and_not_yet_what_is_deferred(tmp_path: Path):
+def test_a_file_may_say_where_transforms_run_and_that_pixels_are_made_late(tmp_path: Path):
     head = "{name: x, batch: {samples: 1, context: 1}, sources: {a: {uri: /x, %s}}}"
     job = read(head % "workers: processes, deferred: []", tmp_path)
     assert job.sources == (Source("a", "/x", workers="processes"),)
     assert read(write_job(job), tmp_path) == job
+    late = read(head % "transforms: [tokens], deferred: [{images: {placeholder: 7, size: [28, 56]}}]", tmp_path)
+    assert late.sources[0].transforms == (Tokens(), Images(placeholder=7, size=(28, 56), place="constructor"))
+    assert read(write_job(late), tmp_path) == late
     (deferred,) = problems(head % "deferred: [tokens]", tmp_path)
-    assert deferred.startswith("sources.a.deferred: deferred transforms are not available in this version")
+    assert deferred.startswith("sources.a.deferred[0]: wanted ov.Images(...), found Tokens('tokens')")
+    assert problems(head % "deferred: 3", tmp_path) == ["sources.a.deferred: wanted a list, found 3"]
+    assert problems(head % "transforms: [{images: {patch: 0}}]", tmp_path) == [
+        "sources.a.transforms[0].images.placeholder: missing",
+        "sources.a.transforms[0].images.patch: wanted a whole number from 1 to 512, found 0",
+    ]
     assert problems(head % "workers: 4", tmp_path) == ["sources.a.workers: wanted one of threads, processes, found 4"]
 
 
@@ -279,6 +288,8 @@ shape = {
     "layout": st.sampled_from(LAYOUTS),
     "labels": st.sampled_from(LABELS),
     "pad_id": st.integers(0, 9),
+    "cp_split": st.sampled_from(CP_SPLITS),
+    "sequence_parallel": st.booleans(),
 }
 batches = st.builds(Batch, samples=st.integers(1, 10**6), **shape)
 places = st.builds(ClientPlaceTree, dp=st.integers(1, 64), order=st.permutations(("pp", "dp", "cp", "tp")))

@@ -101,6 +101,16 @@ def test_the_budget_bounds_what_is_read_ahead_but_never_the_draw() -> None:
     assert loader.handle(Refill(0, must=20, level=100)) == [Evaluate(0, 12, urgent=True)]
 
 
+def test_a_block_read_ahead_is_no_larger_than_what_the_budget_has_left() -> None:
+    loader = Loader(0, PLAIN, epochs=1, budget_bytes=200, block_rows=8)
+    loader.handle(Refill(0, must=0, level=100))
+    loader.handle(WindowRead(rows=100, over=()))
+    _, more = loader.handle(evaluated(8))
+    assert more == Evaluate(0, 12)  # of ten bytes each
+    loader.handle(evaluated(12))
+    assert loader.handle(Pop(0, 3)) == [Evaluate(0, 3)]
+
+
 def test_a_failure_is_announced_where_it_stands_in_the_stream() -> None:
     loader = Loader(0, PLAIN, epochs=1)
     loader.handle(Refill(0, must=1, level=0))

@@ -164,10 +164,10 @@ def test_a_terminal_that_knows_no_bars_still_gets_its_table(tmp_path: Path) -> N
 
 def test_worker_processes_of_a_program_that_launches_at_import_say_what_is_missing(tokenizer: str, tmp_path: Path) -> None:
     path = write_rows(tmp_path / "web", "jsonl", TEXTS, files=1)
-    (tmp_path / "mine.py").write_text("def same(columns):\n    return columns\n")
     (tmp_path / "train.py").write_text(
-        "import mine, overlord as ov\n"
-        f"transforms = [ov.Map(mine.same, holds_lock=True), ov.Tokenize({tokenizer!r})]\n"
+        "import overlord as ov\n"
+        "def same(columns):\n    return columns\n"
+        f"transforms = [ov.Map(same, holds_lock=True), ov.Tokenize({tokenizer!r})]\n"
         f"job = ov.Job(name='x', sources=[ov.Source('web', {path!r}, transforms=transforms)], batch=ov.Batch(samples=8, context=64))\n"
         "with ov.launch(job) as session:\n"
         "    next(session.client(0))\n"

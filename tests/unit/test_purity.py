@@ -16,7 +16,16 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = SRC / "overlord"
 
 NOUNS = ("calls", "errors", "hashing", "hooks", "job", "messages", "placetree", "plan", "planbytes", "plansummary", "sample")
-CORES = ("loader.order", "loader.loader", "loader.buffer", "constructor.assembler", "constructor.microbatch", "constructor.wide")
+CORES = (
+    "loader.order",
+    "loader.loader",
+    "loader.buffer",
+    "constructor.assembler",
+    "constructor.microbatch",
+    "constructor.shares",
+    "constructor.views",
+    "constructor.wide",
+)
 PURE = sorted([*NOUNS, *CORES, *(f"planner.{p.stem}" for p in (PACKAGE / "planner").glob("*.py") if p.stem != "__init__")])
 
 # Not `threading`: numpy may bring it in. That our own files do not is what the look into their text is for.

@@ -53,6 +53,6 @@ def test_rows_are_evaluated_only_as_far_as_asked(tmp_path: Path) -> None:
     glob = write_rows(tmp_path, "parquet", [{"tokens": [i]} for i in range(100)], files=1)
     reader = readers(glob, ov.Tokens("tokens")).host(Nowhere()).loading.hosted[0].reader
     assert reader.read(Read(0, 0, 0, 0, (0,))).rows == 100
-    outcome, tokens = reader.evaluate(Evaluate(0, 3))
-    assert (len(outcome.found), tokens.values.tolist()) == (3, [0, 1, 2])
+    outcome, content = reader.evaluate(Evaluate(0, 3))
+    assert (len(outcome.found), content.tokens.values.tolist()) == (3, [0, 1, 2])
     assert reader.stats.samples == 3

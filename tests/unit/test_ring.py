@@ -70,9 +70,20 @@ def test_a_slot_is_free_when_its_last_view_dies_and_not_before(ring: Ring, kind:
 
 
 def test_sizes_that_vary_a_little_share_their_slots(ring: Ring) -> None:
-    for nbytes in (MB, MB - 5000, MB + 40, MB // 2 + 1, MB):
+    for nbytes in (MB, MB - 5000, MB + 40, 3 * MB // 4, MB):
         ring(nbytes)
     assert ring.slots_made <= 2
+
+
+def test_a_free_slot_that_messages_have_outgrown_gives_its_place_and_one_in_use_does_not(ring: Ring) -> None:
+    ring(MB)
+    kept = ring(MB + 40)
+    assert ring.n_slots == 1
+    more = ring(2 * MB)
+    assert ring.n_slots == 2
+    del kept, more
+    ring(9 * MB)  # not a little larger: of another kind
+    assert ring.n_slots == 3
 
 
 @given(st.integers(0, 2**40))

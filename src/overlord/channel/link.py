@@ -177,6 +177,7 @@ class SocketLink(Link):
         self._outbox, self._inbox = Outbox(), Inbox(slabs, files=self.shares_memory)
         self._lost: str | None = None  # why nothing can be sent any more
         self._ended = False  # all that came was read
+        self.waits_for_slots = True  # False: what finds no slot free is copied through the socket
         self._incoming = select.poll()  # for the one who reads; those who send each need their own
         self._incoming.register(self._fileno, select.POLLIN)
 
@@ -225,7 +226,7 @@ class SocketLink(Link):
         def take(nbytes: int) -> np.ndarray | None:
             ring = self._sender.ring
             assert ring is not None
-            if nbytes > ring.max_bytes or wait_s <= 0:
+            if nbytes > ring.max_bytes or wait_s <= 0 or not self.waits_for_slots:
                 return ring.take(nbytes)
             try:
                 return ring.wait(nbytes, wait_s)
@@ -280,7 +281,8 @@ class SocketLink(Link):
 
     # in
 
-    def recv(self, timeout_s: float) -> Any:
+    def recv(self, timeout_s: float, *, looked: bool = False) -> Any:
+        """``looked``: there was nothing a moment ago, so it waits before it looks."""
         deadline = time.monotonic() + timeout_s
         with self._reading:
             while True:
@@ -291,10 +293,12 @@ class SocketLink(Link):
                 if self._ended:
                     raise ActorLost(self.peer, self._lost or "")
                 try:
-                    self._read()
-                    continue
+                    if not looked:
+                        self._read()
+                        continue
                 except BlockingIOError:
-                    left = deadline - time.monotonic()
+                    pass
+                looked, left = False, deadline - time.monotonic()
                 if left <= 0:
                     return TIMEOUT
                 self._incoming.poll(left * 1000)  # out of the handler: who interrupts this sees one traceback, not two

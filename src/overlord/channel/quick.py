@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin
 import msgspec
 import numpy as np
 
-from overlord.channel.values import ARRAY, OPEN_PLAIN, TUPLE
+from overlord.channel.values import ARRAY, OPEN_PLAIN, SMALL, TUPLE, open_small
 
 NOT: Any = object()
 
@@ -62,10 +62,13 @@ def packer_for(annotation: Any) -> Callable[[Any], Any] | None:
 
 
 def _open_array(tree: Any, columns: list[np.ndarray]) -> Any:
-    if type(tree) is list and len(tree) == 2 and tree[0] == ARRAY:
-        i = tree[1]
-        if type(i) is int and 0 <= i < len(columns):
-            return columns[i]
+    if type(tree) is list and tree:
+        if tree[0] == ARRAY and len(tree) == 2:
+            i = tree[1]
+            if type(i) is int and 0 <= i < len(columns):
+                return columns[i]
+        elif tree[0] == SMALL and type(tree[0]) is int:
+            return open_small(tree)
     return NOT
 
 

@@ -17,7 +17,6 @@ import numpy as np
 from overlord.channel.checks import Check, check_for
 from overlord.channel.quick import NOT, Quick, opener_for, packer_for, plain_types
 from overlord.channel.values import (
-    ARRAY,
     OPENERS,
     PACKERS,
     PLAIN,
@@ -26,8 +25,8 @@ from overlord.channel.values import (
     Refused,
     Tree,
     open_value,
+    pack_array,
     pack_value,
-    put_column,
     shown,
 )
 from overlord.job import did_you_mean
@@ -100,7 +99,7 @@ def _packer(kind: _Kind, shortcuts: Sequence[Callable[[Any], Any] | None]) -> Pa
                 if type(value) in PLAIN:
                     out.append(value)
                 elif type(value) is np.ndarray:
-                    out.append([ARRAY, put_column(value, columns)])
+                    out.append(pack_array(value, columns))
                 else:
                     shortcut = shortcuts[len(out) - len(head)]
                     packed = shortcut(value) if shortcut is not None else NOT

@@ -165,6 +165,8 @@ class Ring:
                 return None
             while not self._has_room(size):
                 self._remove(free.pop(0))
+        elif small := [s for s in self._slots if nbytes // 2 <= s.nbytes < nbytes and s.free]:
+            self._remove(min(small, key=lambda s: s.turn))  # messages have grown a little: it would not be used again
         self._ids += 1
         self.slots_made += 1
         slot = Slot(self._ids, size, self.name)

@@ -54,7 +54,7 @@ class ServerLink(SocketLink):
         self._admit(wait_s)
         self._post(self._load(value, wait_s))
 
-    def recv(self, timeout_s: float) -> Any:
+    def recv(self, timeout_s: float, *, looked: bool = False) -> Any:
         raise OverlordError("a server's link hands its messages to on_message; there is nothing to receive")
 
     def _admit(self, wait_s: float) -> None:

@@ -20,6 +20,7 @@ from overlord.channel.frame import CODES, DTYPES, MAX_DIMS
 from overlord.channel.peerslots import PeerSlots
 from overlord.channel.ring import CELLS, Holder, Ring
 from overlord.channel.slot import Slot
+from overlord.channel.values import owned
 from overlord.channel.wire import FORGET, FRAME, RING, SHARED, Envelope, Memory, Parcel
 from overlord.errors import FrameError
 
@@ -60,7 +61,7 @@ class Sender:
             return loaded
         loose, total = [], 0
         for i, column in enumerate(columns):
-            place = self.ring.locate(column) if column.nbytes else None
+            place = self.ring.locate(column) if column.nbytes and not owned(column) else None
             if place is not None:
                 loaded.places[i] = place
             elif column.nbytes:

@@ -20,8 +20,9 @@ from overlord.sample import Columns, Ragged
 MAX_DEPTH = 64  # of values inside values; messages have about 8
 MAX_INT_BYTES = 4096
 LONG_BYTES = 2**14  # bytes from here on travel as a column: the header is for what is small
+SMALL_BYTES = 256  # an array of one dimension up to here stands in the header: a column costs more than to copy it
 
-LIST, TUPLE, ARRAY, RAGGED, SCALAR, BIG_INT, LONG, COLUMNS, RECORD, ERROR = range(10)  # the tags; never renumbered
+LIST, TUPLE, ARRAY, RAGGED, SCALAR, BIG_INT, LONG, COLUMNS, RECORD, ERROR, SMALL = range(11)  # the tags; never renumbered
 
 Tree = Any  # what MessagePack knows: None, bool, int, float, str, bytes, list, dict
 Packer = Callable[[Any, list[np.ndarray], int], Tree]
@@ -169,8 +170,20 @@ def put_column(array: np.ndarray, columns: list[np.ndarray]) -> int:
     return len(columns) - 1
 
 
-def _pack_array(value: np.ndarray, columns: list[np.ndarray], depth: int) -> Tree:
+def owned(array: np.ndarray) -> bool:
+    """Whether its memory is numpy's own, of it or of the array it is a view of: then it is no shared memory, which goes by reference."""
+    base = array.base
+    return base is None or (type(base) is np.ndarray and base.base is None)
+
+
+def pack_array(value: np.ndarray, columns: list[np.ndarray]) -> Tree:
+    if value.nbytes <= SMALL_BYTES and value.ndim == 1 and owned(value) and (code := CODES.get(value.dtype)) is not None:
+        return [SMALL, code, value.tobytes()]
     return [ARRAY, put_column(value, columns)]
+
+
+def _pack_array(value: np.ndarray, columns: list[np.ndarray], depth: int) -> Tree:
+    return pack_array(value, columns)
 
 
 def _pack_ragged(value: Ragged, columns: list[np.ndarray], depth: int) -> Tree:
@@ -278,6 +291,13 @@ def _open_array(tree: list[Any], columns: list[np.ndarray], depth: int) -> np.nd
     return _column(tree[1], columns)
 
 
+def open_small(tree: list[Any]) -> np.ndarray:
+    code, data = wants(tree, int, bytes)
+    if not 0 <= code < len(DTYPES) or len(data) % DTYPES[code].itemsize or len(data) > SMALL_BYTES:
+        raise Refused(f"wanted a small array of a known dtype, found code {code} and {len(data)} bytes")
+    return np.frombuffer(data, DTYPES[code])
+
+
 def _open_ragged(tree: list[Any], columns: list[np.ndarray], depth: int) -> Ragged:
     values, offsets = (_column(i, columns) for i in wants(tree, int, int))
     if problem := _ragged_problem(values, offsets):
@@ -329,4 +349,5 @@ PACKERS.update({
 OPENERS.update({
     LIST: _open_items, TUPLE: lambda tree, columns, depth: tuple(_open_items(tree, columns, depth)), ARRAY: _open_array,
     RAGGED: _open_ragged, SCALAR: _open_scalar, BIG_INT: _open_big_int, LONG: _open_long, COLUMNS: _open_columns,
+    SMALL: lambda tree, columns, depth: open_small(tree),
 })  # fmt: skip

@@ -23,6 +23,7 @@ MAGIC = b"OV"
 FRAME, SHARED, FORGET, RING, BYE = range(1, 6)
 SMALL_BODY = 2**16  # these kinds stay below it; so does the reading ahead
 MAX_FILES = 128  # in one envelope; the kernel takes 253
+JOINED_BYTES = 2**15
 _STAGE = 2**16
 _PIECES = 512  # for one sendmsg; the kernel takes 1024
 # Plain numbers: to combine the enumerations of the socket module costs more than a call of the kernel.
@@ -48,7 +49,7 @@ class Parcel:
         size = sum(len(piece) for piece in pieces)
         head = HEAD.pack(MAGIC, kind, len(files), 0, size)
         self.pieces: deque[bytes | memoryview] = deque((head, *pieces))
-        if size < 4096:  # one piece is cheaper to send than three
+        if size < JOINED_BYTES:  # to copy so little costs less than to send several pieces
             self.pieces = deque((b"".join(self.pieces),))
         self.files, self.keep, self.nbytes = files, keep, size + HEAD.size
 
@@ -65,6 +66,13 @@ class Parcel:
 
     def write(self, sock: socket.socket) -> int:
         """Bytes that the socket took now; ``BlockingIOError`` if it takes none."""
+        if len(self.pieces) == 1 and not self.files:  # nearly all
+            taken = sock.send(self.pieces[0], _NOSIGNAL)
+            if taken == len(self.pieces[0]):
+                self.pieces.clear()
+            else:
+                self.pieces[0] = memoryview(self.pieces[0])[taken:]
+            return taken
         some = [self.pieces[i] for i in range(min(_PIECES, len(self.pieces)))]
         if self.files:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self.files))]

@@ -17,8 +17,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts to reach it
 class Asking:
     """The control link of one rank. All requests may be said twice, so a link that was cut costs time and nothing else."""
 
-    def __init__(self, address: str, token: str, rank: int, *, timeout_s: float):
-        self.address, self.token, self.rank = address, token, rank
+    def __init__(self, address: str, token: str, rank: int, *, timeout_s: float, role: str = "control"):
+        self.address, self.token, self.rank, self._role = address, token, rank, role  # "served": takes no steps, and only asks
         self._reach_s = timeout_s  # to find the door; an answer may take longer
         self._lock = threading.Lock()
         self._said = 0
@@ -77,7 +77,7 @@ class Asking:
             if left <= 0:
                 raise ActorLost(FRONT_DOOR, f"{self.address} could not be reached for {time.monotonic() - start:.1f} s: {fault}") from fault
             try:
-                link, welcome = dial(self.address, self.token, {"role": "control", "rank": self.rank}, timeout_s=left)
+                link, welcome = dial(self.address, self.token, {"role": self._role, "rank": self.rank}, timeout_s=left)
                 self._check(welcome)
                 self._link, self.welcome = link, welcome
             except (ActorLost, DataStall) as problem:

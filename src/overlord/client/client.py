@@ -31,6 +31,9 @@ class Box(Protocol):
     def __len__(self) -> int: ...
 
 
+Mark = tuple[Box, State]
+
+
 class Inbox:
     """Steps on their way to one client: filled by the pump, emptied by the trainer's thread."""
 
@@ -152,9 +155,16 @@ class Client:
         self._refuse_fork()
         self._report(self._inbox, step, metrics, self._state.step)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values: the stream behind the last step yielded. The same on every rank, valid on any mesh."""
-        return self._export(self._inbox, self._state)
+    def state_dict(self, at: Mark | None = None) -> dict[str, Any]:
+        """Plain JSON values: the stream behind the last step yielded, or where a mark is. The same on every rank, valid on any mesh."""
+        return self._export(*((self._inbox, self._state) if at is None else at))
+
+    def mark(self) -> Mark:
+        """The place behind the last step yielded, for a ``state_dict`` later: for those who take steps ahead of the trainer."""
+        state = self._state
+        if isinstance(state, Sealed):  # its bytes may lie beside the step's arrays, whose memory a mark must not keep
+            state = Sealed(state.step, state.data.copy())
+        return self._inbox, state
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
         """Go on from a saved state. The first rank to do so moves the session; the others must load the same state.

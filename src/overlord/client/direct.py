@@ -148,7 +148,7 @@ class OwnConstructor(Carrier):
         self._check = bool(told["check"])
         self._building = Building(
             [Assembler(int(told["bucket"]), (self._rank,))], batch=Batch(**told["batch"]), multiple=int(told["multiple"]),
-            executor=self._executor, run=self.run, cannot=self._cannot,
+            executor=self._executor, run=self.run, cannot=self._cannot, broadcast=bool(told["broadcast"]),
         )  # fmt: skip
         self._building.attach({self._rank: self._inbox})
         self._gathering = Gathering(self._building)

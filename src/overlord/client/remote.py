@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -69,8 +70,8 @@ class RemoteInbox:
             self._waited_s += time.monotonic() - start
 
     def _get(self, deadline: float) -> tuple[Told, Bucket] | None:
+        self._drain()
         while True:
-            self._drain()
             if self._link is None and (self._steps or self._ended):
                 self._ask_whether_moved()
             if self._steps:
@@ -142,11 +143,11 @@ class RemoteInbox:
                 if not self._steps and not self._ended and self._link is link:
                     self._changed.wait(seconds)
         else:
-            self._read(link, seconds)
+            self._read(link, seconds, looked=True)
 
-    def _read(self, link: SocketLink, seconds: float) -> Any:
+    def _read(self, link: SocketLink, seconds: float, *, looked: bool = False) -> Any:
         try:
-            value = link.recv(seconds)
+            value = link.recv(seconds, looked=looked)
             if value is not TIMEOUT:
                 self._take_in(value)
             return value
@@ -169,6 +170,8 @@ class RemoteInbox:
                     n = int(value.bounds[-1]) if len(value.bounds) else 0
                     wide = Wide.of_part(value.wide, value.rows) if value.wide else None
                     bucket = Bucket(np.arange(n), value.bounds, wide, built=tuple(dict(arrays) for arrays in value.microbatches))
+                    if value.encoder_rows is not None:
+                        bucket = replace(bucket, encoder=Wide.of_part(value.encoder, value.encoder_rows), per=value.per)
                     self._steps.append((value.told, bucket))
             elif isinstance(value, Ended):
                 self._ended, self._error = True, value.error

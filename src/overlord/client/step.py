@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from overlord.constructor.views import FIRST, LAST
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
     from overlord.constructor.builder import Bucket
     from overlord.messages import Told
+    from overlord.placetree import ClientPlaceTree
 
 
 class Piece(NamedTuple):
-    """Where one sample lies in a microbatch: ``tokens[offset:offset + length]`` (packed), or row ``offset`` (padded)."""
+    """Where one sample lies in a microbatch: ``tokens[offset:offset + length]`` (packed), or row ``offset`` (padded). It tells of the
+    whole microbatch, before it was cut for context parallelism; -1 where this rank holds no arrays."""
 
     sample: SampleId
     offset: int
@@ -25,17 +29,28 @@ class Piece(NamedTuple):
 class Microbatch(Mapping[str, np.ndarray]):
     """A mapping of name to read-only array, and ``.samples``."""
 
-    __slots__ = ("_arrays", "_padded", "_rows", "_told")
+    __slots__ = ("_arrays", "_rows", "_served_by", "_told")
 
-    def __init__(self, arrays: dict[str, np.ndarray], told: Told, rows: np.ndarray):
+    def __init__(self, arrays: dict[str, np.ndarray], told: Told, rows: np.ndarray, served_by: int | None = None):
         self._arrays, self._told, self._rows = arrays, told, rows
-        self._padded = arrays["tokens"].ndim == 2
+        self._served_by = served_by  # the rank that fetches this microbatch in its place; None: it was handed here
 
     def __getitem__(self, key: str) -> np.ndarray:
         try:
             return self._arrays[key]
         except KeyError:
-            raise KeyError(f"{key!r} is not in this microbatch; it has {', '.join(self._arrays)}") from None
+            raise KeyError(self._why_not(key)) from None
+
+    def _why_not(self, key: str) -> str:
+        if "cu_seqlens" in self._arrays or self._served_by is None:  # which every rank has that is handed a microbatch
+            stage = {**dict.fromkeys(FIRST, "first"), **dict.fromkeys(LAST, "last")}.get(key)
+            why = f" ({key} is for the {stage} pipeline stage)" if stage and self._arrays and self._told.place is not None else ""
+            return f"{key!r} is not in this microbatch; it has {', '.join(self._arrays)}{why}"
+        along = ", ".join(self._told.broadcast)
+        return (
+            f"{key!r} is not here: rank {self._served_by} fetches this microbatch and the trainer broadcasts it (broadcast_at {along}); "
+            "join with overlord.torch.join, launch with broadcast=False, or use a strategy without broadcast_at"
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._arrays)
@@ -46,24 +61,37 @@ class Microbatch(Mapping[str, np.ndarray]):
     @property
     def samples(self) -> list[Piece]:
         """The samples in it, in order; made when asked for, so that packing costs no object per sample."""
-        starts = range(len(self._rows)) if self._padded else self._arrays["cu_seqlens_padded"][:-1].tolist()
         lengths = self._told.tokens[self._rows].tolist()
+        if "attention_mask" in self._arrays:  # of the padded layout alone
+            starts: Sequence[int] = range(len(self._rows))
+        elif "cu_seqlens_padded" in self._arrays:
+            starts = self._arrays["cu_seqlens_padded"][:-1].tolist()
+        else:
+            starts = [-1] * len(lengths)
         ids = [self._told.sample_id(i) for i in self._rows.tolist()]
         return [Piece(i, o, n) for i, o, n in zip(ids, starts, lengths, strict=False)]
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{k} {v.dtype}{list(v.shape)}" for k, v in self._arrays.items())
+        if not shapes and self._served_by is not None:
+            shapes = f"served by rank {self._served_by}"
         return f"Microbatch({len(self._rows)} samples: {shapes})"
+
+
+@lru_cache(maxsize=16)
+def _fetchers(place: ClientPlaceTree, broadcast: tuple[str, ...]) -> np.ndarray:
+    return place.served_by(broadcast)
 
 
 class Step:
     """One step of one rank."""
 
-    __slots__ = ("_bucket", "_cut", "_told", "rank")
+    __slots__ = ("_bucket", "_cut", "_exchanges", "_told", "rank")
 
     def __init__(self, told: Told, bucket: Bucket, rank: int):
         self._told, self._bucket, self.rank = told, bucket, rank
         self._cut: tuple[Microbatch, ...] | None = None
+        self._exchanges: tuple[Microbatch, ...] | None = None
 
     @property
     def step(self) -> int:
@@ -78,17 +106,39 @@ class Step:
         """Tokens with a loss, over all ranks: divide summed losses by this."""
         return self._told.valid_tokens
 
+    @property
+    def served_by(self) -> int:
+        """The rank that fetches these microbatches, for this one and those that the trainer broadcasts them to; itself where it is one."""
+        place = self._told.place
+        return self.rank if place is None else int(_fetchers(place, self._told.broadcast)[self.rank])
+
     def __len__(self) -> int:
         return len(self._bucket)
 
     def _microbatches(self) -> tuple[Microbatch, ...]:
         """Made once: what is the same microbatch is the same object."""
         if self._cut is None:
-            b = self._bucket
+            b, bounds, served_by = self._bucket, self._bucket.bounds.tolist(), self.served_by
             self._cut = tuple(
-                Microbatch(arrays, self._told, b.samples[b.bounds[m] : b.bounds[m + 1]]) for m, arrays in enumerate(b.microbatches)
+                Microbatch(arrays, self._told, b.samples[bounds[m] : bounds[m + 1]], served_by)
+                for m, arrays in enumerate(self._with_images(b))
             )
         return self._cut
+
+    def _with_images(self, bucket: Bucket) -> Iterable[dict[str, np.ndarray]]:
+        """Where an exchange belongs to a microbatch, its arrays are the microbatch's too."""
+        if bucket.encoder is None or bucket.per != "microbatch":
+            return bucket.microbatches
+        return ({**arrays, **exchange} for arrays, exchange in zip(bucket.microbatches, self.encoder, strict=True))
+
+    @property
+    def encoder(self) -> tuple[Microbatch, ...]:
+        """What this rank feeds its encoder and how outputs are routed, an entry for each exchange; empty where the job has no images."""
+        if self._exchanges is None:
+            wide = self._bucket.encoder
+            cut = () if wide is None else wide.cut(0, wide.n)
+            self._exchanges = tuple(Microbatch(arrays, self._told, np.zeros(0, np.int64)) for arrays in cut)
+        return self._exchanges
 
     def __getitem__(self, m: int) -> Microbatch:
         return self._microbatches()[m]

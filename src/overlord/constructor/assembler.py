@@ -88,6 +88,13 @@ class Assembler:
             place += step > taken
         return commands
 
+    def come_along(self, step: int) -> bool:
+        """Another bucket's step is built now: whether this one's is with it, though its own ranks are not so near yet."""
+        if self._wanted and self._steps.get(step) == STAGED:
+            self._steps[step] = BUILDING
+            return True
+        return False
+
     def _is_over(self, step: int) -> bool:
         return self._finish is not None and step >= self._finish.step
 

@@ -29,11 +29,13 @@ copies over documents: 12) and 1.8 at 2000 (the loop: 2.3). The last steps' arra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
+from overlord.constructor.views import pieces
 from overlord.constructor.wide import Wide
 from overlord.job import Batch
 
@@ -62,33 +64,94 @@ def build_wide(
     ``slab`` gives memory, bytes without content: a pool that reuses it saves more than the gather costs.
     Document i is ``values[start[i] : start[i] + length[i]]`` and not empty; documents come sorted by (microbatch, slot).
     """
+    docs = _documents(start, length, microbatch, n_microbatches, source, batch, multiple)
+    total = int(docs.size.sum())
+    laid = _Laid(docs.start, docs.content, docs.true, docs.size)
+    return _wide(docs, _per_token(values, laid, total, batch, slab), 1, batch)
+
+
+def build_slices(
+    values: np.ndarray, start: np.ndarray, length: np.ndarray, microbatch: np.ndarray, n_microbatches: int, source: np.ndarray,
+    batch: Batch, multiple: int, slab: Callable[[int], np.ndarray], cp: int, cp_ranks: Sequence[int],
+) -> list[Wide]:  # fmt: skip
+    """What these context-parallel ranks have of the same: ``views.cut`` of what ``build_wide`` gives, but never built whole.
+
+    Slices lie rank after rank in one piece of memory. A run of a document is laid as documents are, so it costs hardly more.
+    """
+    docs = _documents(start, length, microbatch, n_microbatches, source, batch, multiple)
+    by_row = batch.layout == "padded"
+    doc, base, size = pieces(docs.size, docs.first, cp, cp_ranks, batch.cp_split, by_row=by_row)
+    left = docs.content[doc] - base
+    laid = _Laid(docs.start[doc], np.clip(left, 0, size), np.clip(docs.true[doc] - base, 0, size), size, base, left > size)
+    arrays = _per_token(values, laid, int(size.sum()), batch, slab)
+    n = len(cp_ranks)
+    return [_wide(docs, {key: array.reshape(n, -1)[i] for key, array in arrays.items()}, cp, batch) for i in range(n)]
+
+
+class _Documents(NamedTuple):
+    """All documents of a step, those of no content in empty microbatches included."""
+
+    start: np.ndarray  # in the payload
+    content: np.ndarray  # tokens
+    true: np.ndarray  # the same, and all of it where there is none
+    size: np.ndarray  # with padding
+    source: np.ndarray
+    first: np.ndarray  # of each microbatch, and their number
+
+
+class _Laid(NamedTuple):
+    """Documents, or runs of them, in the order in which they lie in the arrays."""
+
+    start: np.ndarray  # of the document in the payload
+    content: np.ndarray
+    true: np.ndarray
+    size: np.ndarray
+    base: np.ndarray | None = None  # tokens of its document before the run; None: none, they are whole
+    goes_on: np.ndarray | None = None  # the document has a token behind the run
+
+
+def _documents(
+    start: np.ndarray, length: np.ndarray, microbatch: np.ndarray, n_microbatches: int, source: np.ndarray, batch: Batch, multiple: int
+) -> _Documents:
     start, content, source, first = _with_empty_microbatches(start, length, microbatch, n_microbatches, source)
     size = np.full_like(content, batch.context) if batch.layout == "padded" else np.maximum(-(-content // multiple), 1) * multiple
     assert (content <= size).all(), "a document is longer than the context"
-    true = np.where(content > 0, content, multiple)
-    ends = np.cumsum(size)
-    offset = ends - size
-    wide = _allocate(int(ends[-1]), slab)
-    fill = _fill_by_index if len(values) and ends[-1] < SLICE_FROM * len(size) else _fill_by_slices
-    fill(values, start, content, offset, size, wide["tokens"], wide["position_ids"])
+    return _Documents(start, content, np.where(content > 0, content, multiple), size, source, first)
+
+
+def _per_token(values: np.ndarray, laid: _Laid, total: int, batch: Batch, slab: Callable[[int], np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays with an entry for every token."""
+    content, size = laid.content, laid.size
+    offset = np.cumsum(size) - size
+    origin = offset if laid.base is None else offset - laid.base  # where the first token of the document is, or would be
+    wide = _allocate(total, slab)
+    fill = _fill_by_index if len(values) and total < SLICE_FROM * len(size) else _fill_by_slices
+    fill(values, laid.start, content, offset, origin, size, wide["tokens"], wide["position_ids"])
     holes = _ranges(offset + content, size - content)
     wide["tokens"][holes] = batch.pad_id
-    _fill_targets(wide, holes, offset, content, batch.labels)
+    _fill_targets(wide, values, holes, offset, origin, laid, batch.labels)
     if batch.layout == "padded":
-        wide["attention_mask"] = _attention(int(ends[-1]), offset + true, size - true)
-        wide = {name: array.reshape(-1, batch.context) for name, array in wide.items()}
+        wide["attention_mask"] = _attention(total, offset + laid.true, size - laid.true)
+    return wide
+
+
+def _wide(docs: _Documents, arrays: dict[str, np.ndarray], cp: int, batch: Batch) -> Wide:
+    """These arrays, of one slice of ``cp``, with those that have an entry for every document."""
+    first, n_microbatches = docs.first, len(docs.first) - 1
+    if batch.layout == "padded":
+        arrays = {name: array.reshape(-1, batch.context // cp) for name, array in arrays.items()}
         token_bounds = first
     else:
-        token_bounds = np.append(0, ends)[first]
-    per_document = {"source_ids": source.astype(np.int32)}
-    cumulative = {"cu_seqlens": _cumulative(true, first), "cu_seqlens_padded": _cumulative(size, first)}
-    longest = np.maximum.reduceat(size, first[:-1]).astype(np.int32)
-    for array in (*wide.values(), *per_document.values(), *cumulative.values(), longest):
+        token_bounds = np.append(0, np.cumsum(docs.size))[first] // cp
+    per_document = {"source_ids": docs.source.astype(np.int32)}
+    cumulative = {"cu_seqlens": _cumulative(docs.true, first), "cu_seqlens_padded": _cumulative(docs.size, first)}
+    longest = np.maximum.reduceat(docs.size, first[:-1]).astype(np.int32)
+    for array in (*arrays.values(), *per_document.values(), *cumulative.values(), longest):
         array.flags.writeable = False  # views made from here on are read-only too
     tokens, documents = token_bounds.tolist(), first.tolist()
     sums = (first + np.arange(n_microbatches + 1)).tolist()  # one more entry a microbatch than documents
-    starts = [tokens] * len(wide) + [sums] * len(cumulative) + [documents, list(range(n_microbatches + 1))]
-    return Wide({**wide, **cumulative, **per_document, "max_seqlen": longest}, starts, frozenset({"max_seqlen"}))
+    starts = [tokens] * len(arrays) + [sums] * len(cumulative) + [documents, list(range(n_microbatches + 1))]
+    return Wide({**arrays, **cumulative, **per_document, "max_seqlen": longest}, starts, frozenset({"max_seqlen"}))
 
 
 def build(
@@ -132,6 +195,7 @@ def _fill_by_index(
     start: np.ndarray,
     content: np.ndarray,
     offset: np.ndarray,
+    origin: np.ndarray,
     size: np.ndarray,
     tokens: np.ndarray,
     position: np.ndarray,
@@ -143,7 +207,7 @@ def _fill_by_index(
     bounds = edges.tolist()
     for k, (d, e) in enumerate(pairwise(cuts.tolist())):
         a, b = bounds[k], bounds[k + 1]
-        np.subtract(count[: b - a], np.repeat(offset[d:e] - a, size[d:e]), out=position[a:b])
+        np.subtract(count[: b - a], np.repeat(origin[d:e] - a, size[d:e]), out=position[a:b])
         index = np.repeat(start[d:e], size[d:e])
         index += position[a:b]
         # Holes read what follows their document; "clip" keeps the last of them inside `values`, and is faster than a check.
@@ -155,26 +219,35 @@ def _fill_by_slices(
     start: np.ndarray,
     content: np.ndarray,
     offset: np.ndarray,
+    origin: np.ndarray,
     size: np.ndarray,
     tokens: np.ndarray,
     position: np.ndarray,
 ) -> None:
     """The same, document by document, for long documents (and for a step without any)."""
-    count = np.arange(int(size.max()))
-    for s, n, o, p in zip(start.tolist(), content.tolist(), offset.tolist(), size.tolist(), strict=True):
+    base = offset - origin
+    count = np.arange(int((base + size).max()))
+    for s, n, o, b, p in zip((start + base).tolist(), content.tolist(), offset.tolist(), base.tolist(), size.tolist(), strict=True):
         tokens[o : o + n] = values[s : s + n]
-        position[o : o + p] = count[:p]
+        position[o : o + p] = count[b : b + p]
 
 
-def _fill_targets(wide: dict[str, np.ndarray], holes: np.ndarray, offset: np.ndarray, content: np.ndarray, convention: str) -> None:
+def _fill_targets(
+    wide: dict[str, np.ndarray], values: np.ndarray, holes: np.ndarray, offset: np.ndarray, origin: np.ndarray, laid: _Laid, convention: str
+) -> None:
     """Labels start as a (shifted) copy of all tokens; then the few places without a label are struck out."""
     tokens, labels, loss_mask = wide["tokens"], wide["labels"], wide["loss_mask"]
     if convention == "shifted":
         labels[:-1] = tokens[1:]  # the last of all is struck out below: it ends a document, or is padding
-        unlabelled = (offset + content - 1)[content > 0]
+        ends, ended = offset + laid.content - 1, laid.content > 0
+        if laid.goes_on is not None:  # what comes next in the document is in another run
+            on = laid.goes_on
+            labels[ends[on]] = values[(laid.start + ends - origin + 1)[on]]
+            ended &= ~on
+        unlabelled = ends[ended]
     else:
         labels[:] = tokens
-        unlabelled = offset
+        unlabelled = offset if origin is offset else offset[offset == origin]
     loss_mask.fill(1)
     for places in (unlabelled, holes):
         labels[places] = IGNORE

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -20,6 +21,11 @@ class Wide:
     arrays: Mapping[str, np.ndarray]
     starts: list[list[int]]
     single: frozenset[str] = frozenset()
+
+    @property
+    def n(self) -> int:
+        """How many microbatches."""
+        return len(self.starts[0]) - 1 if self.starts else 0
 
     def cut(self, first: int, stop: int) -> list[dict[str, np.ndarray]]:
         """Microbatches first to stop, as views."""
@@ -35,24 +41,33 @@ class Wide:
 
     def part(self, first: int, stop: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """The arrays of these microbatches alone, as views, and the rows of each: int64 [keys, microbatches]."""
-        arrays, rows = {}, np.empty((len(self.arrays), stop - first), np.int64)
-        for k, ((key, array), starts) in enumerate(zip(self.arrays.items(), self.starts, strict=True)):
+        arrays, rows, ones, counted = {}, [], [ONE] * (stop - first), dict[int, list[int]]()
+        for (key, array), starts in zip(self.arrays.items(), self.starts, strict=True):
             arrays[key] = array[starts[first] : starts[stop]]
-            rows[k] = ONE if key in self.single else np.diff(starts[first : stop + 1])
-        return arrays, rows
+            if (counts := counted.get(id(starts))) is None:  # arrays of a kind share one list
+                counts = counted[id(starts)] = [b - a for a, b in pairwise(starts[first : stop + 1])]
+            rows.append(ones if key in self.single else counts)
+        return arrays, np.array(rows, np.int64).reshape(len(rows), stop - first)
 
     @staticmethod
     def of_part(arrays: Mapping[str, np.ndarray], rows: np.ndarray) -> Wide:
         """What ``part`` gave, as others got it. ``ValueError`` where the two do not fit each other."""
-        if rows.ndim != 2 or len(rows) != len(arrays) or (rows < ONE).any():
+        if rows.ndim != 2 or len(rows) != len(arrays):
             raise ValueError(f"rows of {len(arrays)} arrays, found {rows.shape}")
-        single = (rows == ONE).any(axis=1)
-        counts = np.where(rows == ONE, 1, rows)
-        starts = [[0, *np.cumsum(c).tolist()] for c in counts]
-        for (key, array), s in zip(arrays.items(), starts, strict=True):
-            if s[-1] != len(array):
-                raise ValueError(f"{key!r} has {len(array)} rows, its microbatches {s[-1]}")
-        return Wide(arrays, starts, frozenset(key for key, one in zip(arrays, single.tolist(), strict=True) if one))
+        starts, single, before, sums, one = list[list[int]](), list[str](), None, [0], False
+        for (key, array), counts in zip(arrays.items(), rows.tolist(), strict=True):  # some dozen numbers: numpy would cost more
+            if counts != before:  # else this array is of the same kind as the one before it
+                least = min(counts, default=0)
+                if least < ONE:
+                    raise ValueError(f"rows of {key!r}, found {least}")
+                before, one = counts, least == ONE
+                sums = [0, *accumulate([1 if n == ONE else n for n in counts])]
+            if one:
+                single.append(key)
+            if sums[-1] != len(array):
+                raise ValueError(f"{key!r} has {len(array)} rows, its microbatches {sums[-1]}")
+            starts.append(sums)
+        return Wide(arrays, starts, frozenset(single))
 
     @property
     def nbytes(self) -> int:

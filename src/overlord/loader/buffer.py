@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections import deque
 
-from overlord.sample import Ragged
+from overlord.sample import Content
 
 
 class Shelf:
     """Blocks of samples; the front is popped by plans, the back is filled by the reader."""
 
     def __init__(self) -> None:
-        self._blocks: deque[Ragged] = deque()
+        self._blocks: deque[Content] = deque()
         self._taken = 0  # rows already popped from the first block
         self.rows = 0
         self.nbytes = 0
 
-    def put(self, block: Ragged) -> None:
+    def put(self, block: Content) -> None:
         if len(block):
             self._blocks.append(block)
             self.rows += len(block)
             self.nbytes += block.nbytes
 
-    def pop(self, n: int) -> list[Ragged]:
+    def pop(self, n: int) -> list[Content]:
         """The next n rows, in as many pieces as there are blocks to cut; nothing is copied."""
         assert n <= self.rows, f"a plan pops {n} samples, the loader holds {self.rows}"
         pieces = []

@@ -147,11 +147,16 @@ class Loader:
             return self._must - self.ready
         worth = max(self._block_rows, self._level - self.ready, int(BLOCK_S / self._row_s) if self._row_s > 0 else 0)
         self._grown = min(2 * self._grown, 2**20)
-        return min(worth, self._grown)
+        room = (self._budget - self.ready_bytes) / self._bytes_per_sample if self._bytes_per_sample else worth
+        return max(1, min(worth, self._grown, int(room)))  # a block of images may be a hundred times the budget
 
     def set_budget(self, nbytes: int) -> None:
         """What it may hold ready from now on: sources that join share one budget."""
         self._budget = nbytes
+
+    def was_short(self, samples: int) -> bool:
+        """Whether a draw waited when so many were announced."""
+        return self.ready - samples < self._must
 
     @property
     def doing(self) -> str:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from overlord.errors import OverlordError, SourceError, TransformError
 from overlord.loader.order import SourceOrder
 from overlord.messages import Cursor, Evaluate, Evaluated, Found, Read, WindowRead
-from overlord.sample import Ragged, join_rows, take_rows
+from overlord.sample import Content, Ragged, join_rows, take_rows
 from overlord.sources.base import RawSlice
 from overlord.sources.columns import compact
 from overlord.sources.index import Index
@@ -62,6 +62,13 @@ class ReaderStats:
     samples: int = 0
     windows: int = 0
     raw_bytes: int = 0  # of the window open now
+    image_bytes_in: int = 0  # of image files so far
+    image_bytes_out: int = 0  # of the pixels made of them, here or later
+
+    @property
+    def images(self) -> dict[str, int] | None:
+        """What decides where pixels are made; None: the source has no images."""
+        return {"bytes_in": self.image_bytes_in, "bytes_out": self.image_bytes_out} if self.image_bytes_out else None
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +137,7 @@ class SourceReader:
         kept = np.flatnonzero(at > np.iinfo(np.int64).min)
         return kept, at[kept], staged
 
-    def evaluate(self, command: Evaluate) -> tuple[Evaluated, Ragged]:
+    def evaluate(self, command: Evaluate) -> tuple[Evaluated, Content]:
         window = self._window
         assert window is not None, "evaluate before read"
         start = time.perf_counter()
@@ -139,11 +146,11 @@ class SourceReader:
         key, file, row, at = window.key[a:b], window.file[a:b], window.row[a:b], window.at[a:b]
         good = np.flatnonzero(at >= 0)
         block = self._row_stage(window.tables, at[good])
-        index, part, tokens, meta = block.index, block.part, block.tokens, dict(block.meta)
+        index, part, content, meta = block.index, block.part, Content(block.tokens, block.items), dict(block.meta)
         if window.after is not None and a == 0:
             keep = np.flatnonzero(~_already_drawn(file[good][index], row[good][index], part, window.after))
             if len(keep) < len(index):
-                index, part, tokens, meta = index[keep], part[keep], tokens.take(keep), {n: take_rows(c, keep) for n, c in meta.items()}
+                index, part, content, meta = index[keep], part[keep], content.take(keep), {n: take_rows(c, keep) for n, c in meta.items()}
         found = self._found(key, file, row, at, good, index, part, meta, block.bad, window)
         window.dropped = 0
         if b == len(window.key):
@@ -151,8 +158,10 @@ class SourceReader:
             self.stats.raw_bytes = 0
         took = time.perf_counter() - start
         self.stats.samples += len(found)
+        self.stats.image_bytes_in += block.image_bytes_in
+        self.stats.image_bytes_out += block.image_bytes_out
         self.stats.transform_s += took
-        return Evaluated(found, b - a, tokens.nbytes, took), tokens
+        return Evaluated(found, b - a, content.nbytes, took), content
 
     def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:
         """Rows of the open window into samples. A column no row of which can be used is the fault of those rows, not of the
@@ -213,15 +222,16 @@ def _merged(blocks: list[tuple[np.ndarray, Block]]) -> Block:
         return Block(**{**_fields(blocks[0][1]), "bad": bad})
     index = np.concatenate([rows[b.index] for rows, b in full])
     order = np.argsort(index, kind="stable")
+    content = Content.concat([Content(b.tokens, b.items) for _, b in full]).take(order)
     return Block(
-        index=index[order], part=np.concatenate([b.part for _, b in full])[order],
-        tokens=Ragged.concat([b.tokens for _, b in full]).take(order),
+        index=index[order], part=np.concatenate([b.part for _, b in full])[order], tokens=content.tokens, items=content.items,
         meta={n: take_rows(join_rows([b.meta[n] for _, b in full]), order) for n in full[0][1].meta}, bad=bad,
+        image_bytes_in=sum(b.image_bytes_in for _, b in full), image_bytes_out=sum(b.image_bytes_out for _, b in full),
     )  # fmt: skip
 
 
 def _fields(block: Block) -> dict[str, Any]:
-    return {"index": block.index, "part": block.part, "tokens": block.tokens, "meta": block.meta, "bad": block.bad}
+    return {"index": block.index, "part": block.part, "tokens": block.tokens, "meta": block.meta, "bad": block.bad, "items": block.items}
 
 
 def _rows(table: pa.Table, at: np.ndarray) -> pa.Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -290,12 +290,15 @@ def explain_sample(sample: SampleId, known: Known) -> SampleExplanation:
         "sample": str(sample), "path": known.path(source, sample.file), "row": sample.row,
         "row_unit": known.row_unit(source),
     }  # fmt: skip
+    row = (source, sample.epoch, sample.file, sample.row)
+    faults = [bad for bad in known.quarantine if (bad.source, bad.epoch, bad.file, bad.row) == row]
     for stage in reversed(known.stages):
         if (at := find(sample, stage.plan)) >= 0:
-            return _placed(stage, at, known, said)
-    for bad in known.quarantine:
-        if (bad.source, bad.epoch, bad.file, bad.row) == (source, sample.epoch, sample.file, sample.row):
-            return SampleExplanation(status="quarantined", words=f"The row is in quarantine: {bad.reason}.", **said)
+            placed = _placed(stage, at, known, said)
+            late = "".join(f" In quarantine: {bad.reason}." for bad in faults if bad.part == sample.part)  # an image was broken
+            return replace(placed, words=placed.words + late)
+    if faults:
+        return SampleExplanation(status="quarantined", words=f"The row is in quarantine: {faults[0].reason}.", **said)
     status, words = _elsewhere(sample, source, chunk, known)
     return SampleExplanation(status=status, words=words, **said)
 

@@ -44,8 +44,9 @@ def _by_source(planner: Planner, figures: Mapping[str, Any], names: Sequence[str
         s = stats[row["source"]]
         for what in ("read_s", "transform_s", "ready", "ready_bytes"):
             s[what] += row[what]
-        if row.get("store") is not None:
-            s["store"] = added_up([s.get("store", {}), row["store"]])
+        for what in ("store", "images"):
+            if row.get(what) is not None:
+                s[what] = added_up([s.get(what, {}), row[what]])
     return stats
 
 

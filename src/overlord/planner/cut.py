@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from overlord.messages import Part, Placed, Sealed, Stage
+from overlord.job import Batch
+from overlord.messages import Encoding, Part, Placed, Sealed, Stage
+from overlord.placetree import ClientPlaceTree
 from overlord.plan import Assignment, LoadingPlan
+from overlord.planner.encoding import Encodings
+
+NONE, NO_ITEMS = np.zeros(0, np.int64), np.zeros((2, 0), np.int64)
 
 
 class Cuts(NamedTuple):
@@ -22,10 +28,13 @@ class Cuts(NamedTuple):
 class Cutter:
     """Knows which host has which loader and which bucket, and who holds what look-ahead passed over."""
 
-    def __init__(self, host_of: Sequence[int], constructor_of: Sequence[int], *, whole_plans: bool = False, loader_hooks: bool = False):
+    def __init__(
+        self, host_of: Sequence[int], constructor_of: Sequence[int], *, whole_plans: bool = False, loader_hooks: bool = False,
+        images: Imaging | None = None,
+    ):  # fmt: skip
         self._host_of = np.asarray(host_of, np.int64)  # of every loader
-        self._constructor_of = np.asarray(constructor_of, np.int64)  # of every bucket
-        self._whole, self._hooks = whole_plans, loader_hooks
+        self._constructor_of = np.asarray(constructor_of, np.int64)  # of every data-parallel group
+        self._whole, self._hooks, self._images = whole_plans, loader_hooks, images
         self._held_by = np.zeros(0, np.int64)  # loader of every held document
 
     def add_loaders(self, hosts: Iterable[int]) -> None:
@@ -43,7 +52,7 @@ class Cutter:
         return int(self._host_of[loader])
 
     def cut(self, stage: Stage, after: Sealed, served: np.ndarray) -> Cuts:
-        """``served[b]``: somebody waits for bucket b; documents of the others go nowhere."""
+        """``served[g]``: somebody of data-parallel group g waits; documents for the others go nowhere."""
         by = np.concatenate([self._held_by, np.repeat(np.arange(len(stage.pops)), stage.pops)])
         host = self._host_of[by]
         number = _numbers(host)
@@ -51,13 +60,15 @@ class Cutter:
             self._held_by = by[stage.kept]
         main = stage.plan.main
         goes_to = np.where(served & (not stage.skipped), self._constructor_of, -1)
-        to = np.full(len(stage.plan), -1)
-        to[main.sample] = goes_to[main.bucket]
+        bucket = np.empty(len(stage.plan), np.int64)
+        bucket[main.sample] = main.bucket
         sends: dict[int, dict[int, np.ndarray]] = {}  # loader host -> constructor host -> rows of the plan, in the order they are sent
+        pictures = None if self._images is None or stage.skipped else _Pictures(stage, host, number, self._images)
         placed: dict[int, Placed] = {}
         # Whoever serves anyone hears of the step: buckets without a document in it get empty microbatches.
         for c in np.unique(goes_to[goes_to >= 0]).tolist():
-            rows = np.flatnonzero(to == c)
+            buckets = _buckets_of(stage.plan, goes_to == c)
+            rows = np.flatnonzero(buckets[bucket])
             order = np.lexsort((stage.doc[rows], host[stage.doc[rows]]))
             doc = np.empty(len(rows), np.int64)
             doc[order] = np.arange(len(rows))
@@ -65,8 +76,12 @@ class Cutter:
             origins = np.unique(origin).tolist()
             for h in origins:
                 sends.setdefault(h, {})[c] = rows[order[origin == h]]
-            placed[c] = Placed(self._stage_for(stage, rows, doc, goes_to == c, after), tuple(origins))
-        return Cuts(self._parts(stage, host, number, sends), placed)
+            cut = self._stage_for(stage, rows, doc, buckets, after)
+            if pictures is not None:
+                cut = replace(cut, encoding=pictures.send(c, np.flatnonzero(goes_to == c)))
+                origins = sorted({*origins, *(h for h, to in pictures.sends.items() if c in to)})
+            placed[c] = Placed(cut, tuple(origins))
+        return Cuts(self._parts(stage, host, number, sends, pictures), placed)
 
     def _stage_for(self, stage: Stage, rows: np.ndarray, doc: np.ndarray, buckets: np.ndarray, after: Sealed) -> Stage:
         nothing = np.zeros(0, np.int64)
@@ -79,8 +94,12 @@ class Cutter:
             stage, plan=replace(plan, modules={"backbone": plan.main}), pops=nothing, doc=doc, after=after, kept=None, loader=None
         )
 
-    def _parts(self, stage: Stage, host: np.ndarray, number: np.ndarray, sends: dict[int, dict[int, np.ndarray]]) -> dict[int, Part]:
+    def _parts(
+        self, stage: Stage, host: np.ndarray, number: np.ndarray, sends: dict[int, dict[int, np.ndarray]], pictures: _Pictures | None
+    ) -> dict[int, Part]:
         popped = np.flatnonzero(stage.pops)
+        for h, items in pictures.sends.items() if pictures is not None else ():
+            sends[h] = {c: sends.get(h, {}).get(c, NONE) for c in sorted({*sends.get(h, {}), *items})}
         hosts = {*np.unique(self._host_of[popped]).tolist(), *sends}
         if stage.kept is not None:  # who holds payload must hear what stays
             hosts |= set(np.unique(host).tolist())
@@ -92,6 +111,9 @@ class Cutter:
             kept = None if stage.kept is None or kept_by is None else number[stage.kept[kept_by == h]]
             all_of_it = stage.kept is None and not self._hooks and len(to) == 1 and len(next(iter(to.values()))) == int((host == h).sum())
             part = Part(stage.plan.step, mine, stage.pops[mine], tuple(to), kept=kept)
+            if pictures is not None:
+                all_of_it = all_of_it and pictures.sends_all(h)
+                part = part if all_of_it else replace(part, items=pictures.for_hosts(h, tuple(to)))
             if self._hooks and to:
                 part = self._hooked(part, stage, host, number, h, to)
             elif not all_of_it:
@@ -108,14 +130,73 @@ class Cutter:
         return replace(part, plan=plan, doc=number[stage.doc[rows]], take=tuple(where[sent] for sent in to.values()))
 
 
-def spread(cuts: Cuts, ranks: Sequence[Sequence[int]]) -> Cuts:
-    """Without constructors every rank is one: what constructor b was to get, each of ``ranks[b]`` gets."""
+class Imaging(NamedTuple):
+    """What a cutter must know of a job with images."""
+
+    batch: Batch
+    multiple: int  # that documents are padded to
+    ranks: Sequence[Sequence[int]]  # of every bucket
+
+
+class _Pictures:
+    """The images of one step: from which host, to the constructor of which rank."""
+
+    def __init__(self, stage: Stage, host: np.ndarray, number: np.ndarray, job: Imaging):
+        self._made, self._job = Encodings(stage.plan, job.batch, job.multiple), job
+        self._doc = stage.doc[self._made.sample]
+        self._host, self._number = host[self._doc], number[self._doc]
+        self.sends: dict[int, dict[int, np.ndarray]] = {}  # loader host -> constructor host -> document of the host and number inside it
+
+    def send(self, c: int, buckets: np.ndarray) -> Encoding:
+        """What the ranks of these buckets, which live at constructor host c, encode."""
+        ranks = [rank for b in buckets.tolist() for rank in self._job.ranks[b]]
+        items, inside = self._made.encoded_by(ranks), self._made.routes.number
+        order = np.lexsort((inside[items], self._doc[items], self._host[items]))
+        at = np.empty(len(items), np.int64)
+        at[order] = np.arange(len(items))
+        for h in np.unique(self._host[items]).tolist():
+            mine = items[order][self._host[items][order] == h]
+            self.sends.setdefault(h, {})[c] = np.stack([self._number[mine], inside[mine]])
+        return self._made.of(ranks, at)
+
+    def sends_all(self, h: int) -> bool:
+        """Whether all images of the host's documents are wanted, in the order in which the host has them."""
+        to = self.sends.get(h, {})
+        return sum(found.shape[1] for found in to.values()) == int((self._host == h).sum())
+
+    def for_hosts(self, h: int, to: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+        found = self.sends.get(h, {})
+        return tuple(found.get(c, NO_ITEMS) for c in to) if found else ()
+
+
+def _buckets_of(plan: LoadingPlan, groups: np.ndarray) -> np.ndarray:
+    """Buckets of the plan that have a rank in one of these data-parallel groups: bool, as ``groups`` is."""
+    if plan.main.axis == "DP" or plan.place is None:
+        return groups
+    group_of, bucket_of = _ranks(plan.place, "DP"), _ranks(plan.place, plan.main.axis)
+    found = np.zeros(plan.main.n_buckets, bool)
+    found[bucket_of[groups[group_of]]] = True
+    return found
+
+
+@lru_cache(maxsize=32)
+def _ranks(place: ClientPlaceTree, axis: str) -> np.ndarray:
+    return place.bucket_of(axis)
+
+
+def spread(cuts: Cuts, ranks: Sequence[Sequence[int]], served: Collection[int] = ()) -> Cuts:
+    """Without constructors every rank is one: what constructor b was to get, each of ``ranks[b]`` gets. Those that are ``served`` by a
+    broadcast hear of the step and are sent no payload."""
+    fetch = [[rank for rank in group if rank not in served] for group in ranks]
 
     def to_ranks(part: Part) -> Part:
-        take = tuple(rows for b, rows in zip(part.to, part.take, strict=True) for _ in ranks[b]) if part.take else ()
-        return replace(part, to=tuple(rank for b in part.to for rank in ranks[b]), take=take)
+        take = tuple(rows for b, rows in zip(part.to, part.take, strict=True) for _ in fetch[b]) if part.take else ()
+        return replace(part, to=tuple(rank for b in part.to for rank in fetch[b]), take=take)
 
-    placed = {rank: p for b, p in cuts.placed.items() for rank in ranks[b]}
+    def heard(p: Placed) -> Placed:
+        return Placed(replace(p.stage, doc=np.full_like(p.stage.doc, -1)), ())
+
+    placed = {rank: heard(p) if rank in served else p for b, p in cuts.placed.items() for rank in ranks[b]}
     return Cuts({h: to_ranks(part) for h, part in cuts.parts.items()}, placed)
 
 

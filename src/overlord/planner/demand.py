@@ -12,6 +12,8 @@ import numpy as np
 from overlord.loader.loader import GROUPS_AHEAD
 from overlord.messages import Refill
 
+STRIDE = 4  # groups by which the horizon moves on
+
 
 class Demand:
     """Counts what every loader holds and was told to hold; answers with Refills."""
@@ -19,6 +21,7 @@ class Demand:
     def __init__(self, loaders: Sequence[int], read_ahead: int):
         self._loaders, self._read_ahead = list(loaders), read_ahead
         self._level = [0] * len(self._loaders)  # samples each source's loaders were last asked to hold
+        self._horizon = [-1] * len(self._loaders)  # the last group that they were told to open
         self._number()
         self._must = np.zeros(self.n_loaders, np.int64)  # what each loader was last told to reach
         self._held = np.zeros(self.n_loaders, np.int64)  # announced and not yet popped
@@ -35,6 +38,7 @@ class Demand:
         """One more source, behind all others."""
         self._loaders.append(loaders)
         self._level.append(0)
+        self._horizon.append(-1)
         self._number()
         more = np.zeros(loaders, np.int64)
         self._must, self._held = np.concatenate([self._must, more]), np.concatenate([self._held, more])
@@ -42,6 +46,7 @@ class Demand:
     def reopened(self, i: int) -> list[Refill]:
         """The loaders of a source begin again: they hold nothing, and have heard nothing."""
         self._held[self.of(i)] = self._must[self.of(i)] = 0
+        self._horizon[i] = -1
         return [Refill(loader, 0, self._share(i)) for loader in self.of(i)] if self._level[i] else []
 
     def announced(self, loader: int, samples: int) -> None:
@@ -62,8 +67,12 @@ class Demand:
         return commands
 
     def move_horizon(self, i: int, group: int) -> list[Refill]:
-        """The stream has come to another group: its loaders may open groups further on."""
-        return [Refill(loader, 0, self._share(i), group + GROUPS_AHEAD) for loader in self.of(i)]
+        """The stream has come to another group: its loaders may open groups further on. They are told of some at once, since each
+        word wakes a process."""
+        if group + GROUPS_AHEAD <= self._horizon[i]:
+            return []
+        self._horizon[i] = group + GROUPS_AHEAD + STRIDE
+        return [Refill(loader, 0, self._share(i), self._horizon[i]) for loader in self.of(i)]
 
     def keep_ahead(self, counts: np.ndarray) -> list[Refill]:
         """Keep loaders a few steps ahead. They refill by themselves; they hear only of a level that changed."""

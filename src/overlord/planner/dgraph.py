@@ -311,7 +311,7 @@ class DGraph:
         assert isinstance(tokens, np.ndarray)
         if len(self.sample) < len(tokens):
             tokens = tokens[self.sample]
-        multiple = self.buffer.batch.pad_multiple * (2 * self.tree.cp if self.tree.cp > 1 else 1)
+        multiple = self.buffer.batch.document_multiple(self.tree)
         return tokens.astype(np.int64, copy=False) if multiple == 1 else -(-tokens.astype(np.int64) // multiple) * multiple
 
     def check_sizes(self, capacity: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from overlord.errors import PlanError
 from overlord.messages import StreamState
-from overlord.placetree import ClientPlaceTree
+from overlord.placetree import BUCKET_AXES, ClientPlaceTree
 from overlord.plan import LoadingPlan
 from overlord.planner.events import present
 from overlord.planner.spec import PlannerSpec
@@ -75,9 +75,13 @@ def gather(
 def check_plan(plan: Any, buffer: Buffer, place: ClientPlaceTree) -> None:
     if not isinstance(plan, LoadingPlan):
         raise PlanError(f"the strategy returned {type(plan).__name__}", buffer.step, "end it with .plan()")
-    wanted = place.n_buckets("DP")
-    if "backbone" in plan.modules and plan.main.n_buckets != wanted:  # more would never be delivered
-        raise PlanError(f"the plan has {plan.main.n_buckets} buckets, {place} has {wanted}", buffer.step, 'call .distribute("DP")')
+    if "backbone" in plan.modules:
+        axis = plan.main.axis
+        if axis not in BUCKET_AXES:
+            raise PlanError(f"the plan has buckets along {axis!r}; known: {', '.join(BUCKET_AXES)}", buffer.step, 'call .distribute("DP")')
+        if plan.main.n_buckets != (wanted := place.n_buckets(axis)):  # more would never be delivered
+            problem = f"the plan has {plan.main.n_buckets} buckets, {place} has {wanted} along {axis}"
+            raise PlanError(problem, buffer.step, f'call .distribute("{axis}")')
     if plan.place is not None and plan.place != place:  # who fetches would be told wrong
         raise PlanError(f"the plan is for {plan.place}, the job has {place}", buffer.step, "use the place the strategy is given")
 

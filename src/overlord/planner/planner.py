@@ -29,6 +29,7 @@ from overlord.messages import (
     Report,
     SetMixture,
     Skip,
+    Spoiled,
     Stage,
     StreamState,
 )  # fmt: skip
@@ -38,6 +39,7 @@ from overlord.planner.answers import Answers
 from overlord.planner.choose import check_choice, checked_scores, counts_of, rows_of
 from overlord.planner.demand import Demand
 from overlord.planner.draw import Drawer, Drawn, Short, owed_behind, step_positions
+from overlord.planner.encoding import check_images
 from overlord.planner.events import joined, said_of_all, skipped, still_in_force, widened
 from overlord.planner.gather import Joined, check_plan, check_samples
 from overlord.planner.mixture import Mixture, nothing_to_draw
@@ -112,6 +114,9 @@ class Planner(Answers):
                 return self._reopen(source)
             case Report():
                 self._mixture.report(event)
+                return []
+            case Spoiled():
+                self.ledger.spoil(event)
                 return []
             case _:
                 raise TypeError(f"the planner does not know {type(event).__name__}")
@@ -278,6 +283,8 @@ class Planner(Answers):
         check_plan(plan, buffer, spec.place)
         rows = rows_of(plan, buffer)
         check_choice(rows, buffer, left_allowed=spec.overflow == "defer")
+        if spec.images:
+            check_images(plan, buffer.take(rows))
         plan.validate()
         taken = np.zeros(len(candidates.rows), bool)
         taken[shown[rows]] = True
@@ -336,6 +343,8 @@ class Planner(Answers):
         plan = spec.strategy(buffer, spec.place)
         check_plan(plan, buffer, spec.place)
         check_samples(plan, buffer)
+        if spec.images:
+            check_images(plan, buffer)
         plan.validate()
         # A loader's samples leave it in its own order: within a loader, that is their order in the source's stream.
         pops = np.bincount(loader, minlength=self._demand.n_loaders)
@@ -361,7 +370,10 @@ class Planner(Answers):
         )  # fmt: skip
         unseen = skipped(state.events, state.step, state.step + 1)
         valid = int(np.maximum(plan.tokens - 1, 0).sum())
-        return Stage(plan, pops, doc, plan.digest(), self._state, unseen, kept, loader.astype(np.int32), valid)
+        digest = plan.digest()
+        if plan.place is None:  # made by hand: who gets what of it is still told by the mesh
+            plan = replace(plan, place=self.spec.place)
+        return Stage(plan, pops, doc, digest, self._state, unseen, kept, loader.astype(np.int32), valid)
 
 
 def _stream(s: SourceSpec, cursor: Cursor) -> SourceStream:

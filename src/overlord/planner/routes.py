@@ -100,7 +100,7 @@ class Routes:
         return Route(
             rank=rank, slot=slot, items=items, send_lens=self.out[items].astype(np.int32), send_splits=self._rows(self.owner[items], items),
             recv_splits=self._rows(self.encoder[arriving], arriving), recv_items=wanted, recv_perm=perm, out_lens=lens.astype(np.int32),
-            recv_rows=_ranges(arrives[perm], lens), image_token_index=_ranges(self.position[wanted], lens),
+            recv_rows=ranges(arrives[perm], lens), image_token_index=ranges(self.position[wanted], lens),
             microbatches=self.microbatch[wanted], docs=self.doc[wanted], offsets=self.offset[wanted],
         )  # fmt: skip
 
@@ -149,7 +149,7 @@ def make_routes(plan: LoadingPlan, module: str) -> Routes:
     return Routes(
         module=module, world_size=w, n_slots=a.n_microbatches, per="microbatch" if kept else "iteration", encoder=encoder, owner=owner,
         slot=a.microbatch, number=kernel.number_inside(a.sample, len(plan)), out=a.out, microbatch=microbatch, doc=b.slot[at],
-        offset=a.offset, position=_starts(b)[at] + a.offset, sent=sent, received=received, wanted=wanted,
+        offset=a.offset, position=starts(b)[at] + a.offset, sent=sent, received=received, wanted=wanted,
         sent_bounds=_bounds(a.microbatch, encoder, a.n_microbatches, w), owned_bounds=_bounds(a.microbatch, owner, a.n_microbatches, w),
     ).validate()  # fmt: skip
 
@@ -168,13 +168,13 @@ def _placed(a: Assignment, b: Assignment, owners: np.ndarray) -> np.ndarray:
     samples = b.sample[walk]
     order = in_documents(a.sample, a.offset)
     counts = np.bincount(a.sample, minlength=len(samples))
-    return order[_ranges((np.cumsum(counts) - counts)[samples], counts[samples])]
+    return order[ranges((np.cumsum(counts) - counts)[samples], counts[samples])]
 
 
-def _starts(b: Assignment) -> np.ndarray:
-    """Where each document begins in its packed microbatch."""
+def starts(b: Assignment, size: np.ndarray | None = None) -> np.ndarray:
+    """Where each document begins in its packed microbatch, where documents take ``size`` (default: what was planned)."""
     order, bins = b.order(), b.bins()
-    size = b.size[order]
+    size = (b.size if size is None else size)[order]
     before = np.cumsum(size) - size
     counts = np.bincount(bins, minlength=b.n_buckets * b.n_microbatches)
     first = np.minimum(np.cumsum(counts) - counts, max(0, len(size) - 1))
@@ -188,7 +188,7 @@ def _bounds(slot: np.ndarray, ranks: np.ndarray, n_slots: int, w: int) -> np.nda
     return np.concatenate([[0], np.cumsum(counts)])
 
 
-def _ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
+def ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
     """start[i], start[i] + 1, ... for every i, joined."""
     before = np.cumsum(length) - length
     return np.repeat(start - before, length) + np.arange(int(length.sum()))

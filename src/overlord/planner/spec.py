@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from overlord.job import Batch
-from overlord.messages import AddSource, Cursor, StreamState
+from overlord.messages import AddSource, Cursor, Spoiled, StreamState
 from overlord.placetree import ClientPlaceTree
 from overlord.plan import LoadingPlan
 from overlord.planner.mixture import Schedule
@@ -55,6 +55,7 @@ class PlannerSpec:
     max_age: int = 8  # steps a sample may be passed over
     prefer: Callable[[int, Buffer], np.ndarray] | None = None  # the schedule's choice among candidates
     overflow: str = "grow"  # "defer": what does not fit a step's microbatches is left for a later one
+    images: bool = False  # some source has images: every plan must say who encodes them
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,13 +69,14 @@ class PlannerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A row that never reached a plan, and why."""
+    """A row that never reached a plan, and why; or a sample one of whose images could not be decoded."""
 
     source: int
     epoch: int
     file: int
     row: int
     reason: str
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,7 @@ class Ledger:
         )  # fmt: skip
         self.mixed: deque[Mixed] = deque(maxlen=KEPT_MIX)
         self.quarantine: deque[Quarantined] = deque(maxlen=KEPT_BAD)
+        self.spoiled: deque[tuple[int, Quarantined]] = deque(maxlen=KEPT_BAD)  # with the step; heard of late, so in no count of a state
         self._dropped_before = self.dropped.copy()  # what streams count starts at 0
 
     def widen(self) -> None:
@@ -125,6 +128,17 @@ class Ledger:
     def list_bad(self, i: int, rows: list[BadRow]) -> None:
         self.quarantine += [Quarantined(i, *row) for row in rows]
         self.quarantined[i] += len(rows)
+
+    def spoil(self, event: Spoiled) -> None:
+        """Samples that were delivered with an image missing. They count for the record only, never for ``max_bad``: when a step is
+        built must not decide where the stream ends."""
+        for (source, epoch, file, row, part), reason in zip(event.ids.tolist(), event.reasons, strict=True):
+            self.spoiled.append((event.step, Quarantined(source, epoch, file, row, reason, part)))
+
+    def bad_rows(self) -> list[Quarantined]:
+        """All that is listed, late news behind the rest and in one order: constructors are not heard in any."""
+        late = sorted(self.spoiled, key=lambda s: (s[0], s[1].source, s[1].epoch, s[1].file, s[1].row, s[1].part, s[1].reason))
+        return [*self.quarantine, *(bad for _, bad in late)]
 
     def counted_before(self, i: int, dropped: int) -> None:
         """These drops of a source were counted before the restart."""

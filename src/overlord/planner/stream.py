@@ -70,7 +70,7 @@ class SourceStream:
         self._segments: deque[_Segment] = deque()
         self._ready = 0
         self._epoch_has_sample = cursor.file >= 0
-        self._bad_run = 0
+        self._bad_run, self._bad_said = 0, ""  # failures in a row; what was wrong with the last
         self._exhausted = epochs is not None and cursor.epoch >= epochs
         self._failed: dict[int, tuple[tuple[int, int, int], Exception]] = {}  # loader -> the window it cannot go on from, and why
         self._drops: deque[tuple[Cursor, int]] = deque()  # rows that filters dropped in windows not yet behind the samples taken
@@ -192,6 +192,7 @@ class SourceStream:
         if not len(bad_at):
             self._bad_run = self._bad_run if not len(found) else 0
             return None
+        self._bad_said = f"; the last: row {int(found.bad_row[-1])}: {found.bad_reason[-1]}"
         previous = 0
         for j, goods in enumerate(bad_at.tolist()):
             self._bad_run = self._bad_run + 1 if goods == previous else 1
@@ -219,7 +220,7 @@ class SourceStream:
             return
         if not self._epoch_has_sample:
             self.error = SourceError(
-                self.name, f"epoch {at.epoch} gave no sample: every row was quarantined or dropped by a filter",
+                self.name, f"epoch {at.epoch} gave no sample: every row was quarantined or dropped by a filter{self._bad_said}",
                 remedy="look at session.quarantine() and at the source's filters",
             )  # fmt: skip
             return

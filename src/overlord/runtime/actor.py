@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,6 +14,10 @@ from overlord.channel.codec import decode, encode
 from overlord.errors import FrameError, OverlordError
 
 ITSELF = 0  # the number of no call: to an actor, that it is to leave; from it, that it started, or cannot start or close
+
+NOBODY = 2**64 - 1  # nor this: who called wants no answer
+
+log = logging.getLogger("overlord")
 
 Reply = Callable[[int, bytes, list[np.ndarray]], None]
 
@@ -75,6 +80,10 @@ class Performer:
     def _answer(self, number: int, method: str, ok: bool, value: Any) -> None:
         if not ok:
             self._say_where(method, value)
+        if number == NOBODY:
+            if not ok:
+                log.error("%s of actor %s failed, and nobody waits for it: %s", method, self.name, value, exc_info=value)
+            return
         try:
             self._reply(number, *encode((ok, value)))
         except FrameError as e:

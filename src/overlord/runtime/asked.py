@@ -30,6 +30,10 @@ class Remote:
     out: list[Any] = field(default_factory=list)
     lost: str = ""
     joined: bool = True  # else the job does not need it yet
+    asks: bool = False  # its last news were heard; at the end of the turn it is asked for the next
+
+    def tell(self, control: Control, messages: list[Any]) -> None:
+        control.tell(self.handle, "do", messages)
 
     def call(self, control: Control, method: str, *args: Any) -> Future[Any]:
         return control.call(self.handle, method, *args)

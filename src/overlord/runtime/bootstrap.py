@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from overlord.constructor.assembler import Assembler
+from overlord.constructor.encoding import PixelForm
 from overlord.errors import JobError, StateMismatch
 from overlord.hashing import digest
 from overlord.hooks import Hook, RawPlan
-from overlord.job import Job, Source
+from overlord.job import NOT_THE_STREAM, Job, Source
 from overlord.loader.loader import Loader
 from overlord.loader.order import SourceOrder
 from overlord.loader.reader import SourceReader
@@ -37,6 +38,7 @@ from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.worker import TransformWorker
 
 STATE_VERSION = 1
+OTHER_STATE = "this is no state of this version of Overlord"
 READ_AHEAD = 2  # steps, where everything is in one process
 
 
@@ -89,6 +91,10 @@ class Blueprint:
     def _read_options(self, source: Any, pipeline: Pipeline) -> ReadOptions:
         return ReadOptions(self.job.slice_rows, self.job.chunk_bytes, source.max_sample_bytes, pipeline.columns)
 
+    @property
+    def images(self) -> PixelForm | None:
+        return PixelForm.of(self.job.sources)
+
     def loaders_of(self, i: int) -> int:
         return (self.options.loaders or {}).get(self.job.sources[i].name, 1)
 
@@ -107,7 +113,7 @@ class Blueprint:
             batch=job.batch, place=job.place, strategy=self.strategy, schedule=schedule, seed=job.seed, until=job.until,
             draw=job.draw, mix_every=job.mix_every, feedback_lag=job.feedback_lag, takes_feedback=learns(job.mixture),
             look_ahead=job.look_ahead, max_age=job.max_age, prefer=getattr(schedule, "prefer", None), overflow=job.overflow,
-            prefetch=options.prefetch, read_ahead=options.read_ahead or READ_AHEAD,
+            prefetch=options.prefetch, read_ahead=options.read_ahead or READ_AHEAD, images=self.images is not None,
         )  # fmt: skip
         return Planner(spec, state or initial_state(spec))
 
@@ -122,7 +128,7 @@ class Blueprint:
                 Assembler(b, ranks, self.options.build_ahead or self.options.prefetch) for b, ranks in enumerate(job.place.buckets("DP"))
             ],
             batch=job.batch, multiple=job.document_multiple, executor=executor, check=self.options.check,
-            hooks=tuple(job.hooks), seed=job.seed,
+            hooks=tuple(job.hooks), seed=job.seed, images=self.images, broadcast=self.options.broadcast,
         )  # fmt: skip
 
     def with_loaders(self, loaders: Sequence[int], read_ahead: int) -> Blueprint:
@@ -171,6 +177,9 @@ class Blueprint:
         more.options = replace(self.options, loaders={**(self.options.loaders or {}), source.name: loaders})
         if problems := more.options.problems(job):
             raise JobError(problems, "add_source")
+        if self.images is None and more.images is not None:
+            problem = f"source {source.name!r} has images, and the job began without: list a source with images from the start, at weight 0"
+            raise JobError([problem], "add_source")
         pipeline = Pipeline(source.name, source.transforms, seed=job.seed, context=job.batch.context, on_long=job.on_long)
         [index] = build_indexes(
             [IndexSpec(source.name, source.uri, source.format, self._read_options(source, pipeline))],
@@ -239,7 +248,9 @@ class Blueprint:
         """A state from its JSON form, after checking that it belongs to this job."""
         if not isinstance(saved, Mapping) or saved.get("version") != STATE_VERSION or "cursors" not in saved:
             found = saved.get("version") if isinstance(saved, Mapping) else type(saved).__name__
-            raise StateMismatch({"version": (str(found), str(STATE_VERSION))}, "this is no state of this version of Overlord")
+            wrapped = isinstance(saved, Mapping) and "stream" in saved
+            remedy = "it is one of a Dataset or StatefulLoader: load it there, or give its 'stream'" if wrapped else OTHER_STATE
+            raise StateMismatch({"version": (str(found), str(STATE_VERSION))}, remedy)
         try:
             self._check_fingerprint(saved, allow)
             state = self._state_of(saved)
@@ -310,7 +321,7 @@ def fingerprint(job: Job, indexes: list[Index], pipelines: list[Pipeline], added
     parts = {
         "sources": digest(*job.names),
         "seed": str(job.seed),
-        "batch": digest(json.dumps(asdict(job.batch), sort_keys=True)),
+        "batch": digest(json.dumps({k: v for k, v in asdict(job.batch).items() if k not in NOT_THE_STREAM}, sort_keys=True)),
         "mixture": digest(_mixture_text(job)),
         "strategy": job.strategy if isinstance(job.strategy, str) else "function " + digest(_source_of(job.strategy)),
     }

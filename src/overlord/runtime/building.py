@@ -10,11 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from overlord.constructor.assembler import Assembler
-from overlord.constructor.builder import Bucket, StagedStep, build_buckets
+from overlord.constructor.builder import Bucket, StagedStep, build_groups, build_with_images
+from overlord.constructor.encoding import PixelForm
 from overlord.constructor.slabs import SlabPool
 from overlord.hooks import Hook
 from overlord.job import Batch
-from overlord.messages import Attach, Build, Built, Consumed, Deliver, Detach, End, Finish, Release, Stage, Staged, Told
+from overlord.messages import Attach, Build, Built, Consumed, Deliver, Detach, End, Finish, Release, Spoiled, Stage, Staged, Told
 from overlord.runtime.carrier import Done, Executor
 from overlord.runtime.loading import as_exception
 
@@ -34,10 +35,12 @@ class Building:
     def __init__(
         self, assemblers: Sequence[Assembler], *, batch: Batch, multiple: int, executor: Executor, run: Callable[[Sequence[Any]], None],
         cannot: Callable[[Finish], None], hooks: Sequence[Hook] = (), slabs: Callable[[int], np.ndarray] | None = None,
+        broadcast: bool = True, images: PixelForm | None = None, spoiled: Callable[[Spoiled], None] = lambda event: None,
     ):  # fmt: skip
         self.assemblers = {a.bucket: a for a in assemblers}
         self._batch, self._multiple, self._executor, self._run = batch, multiple, executor, run
-        self._cannot_tell, self._hooks = cannot, tuple(hooks)
+        self._cannot_tell, self._hooks, self._broadcast, self._images = cannot, tuple(hooks), broadcast, images
+        self._spoiled, self.stopped = spoiled, False  # set when nobody waits for what is being built
         self.slabs: Any = SlabPool() if slabs is None else slabs
         self._staged: dict[int, StagedStep] = {}
         self._told: dict[int, Told] = {}
@@ -72,9 +75,13 @@ class Building:
     def staged(self, staged: StagedStep, told: Told) -> list[Any]:
         """Its payload has come."""
         step = told.step
-        self._staged[step], self._told[step] = staged, told
+        self._staged[step], self._told[step] = staged, told if self._broadcast else told.without_broadcast()
         self._holders[step] = set(self.assemblers)
         return [command for a in self.assemblers.values() for command in a.handle(Staged(step))]
+
+    def served(self) -> list[int]:
+        """All ranks of buckets that somebody waits for."""
+        return [rank for a in self.assemblers.values() if any(r in self.mailboxes for r in a.ranks) for rank in a.ranks]
 
     def finish(self, finish: Finish) -> list[Any]:
         return [command for a in self.assemblers.values() for command in a.handle(finish)]
@@ -85,10 +92,13 @@ class Building:
                 buckets = [bucket]
                 while queue and isinstance(queue[0], Build) and queue[0].step == step:
                     buckets.append(queue.popleft().bucket)
-                self._build(step, buckets)
+                # Those whose ranks are a little behind come along: one gather for all costs less, and pieces of memory of one size are
+                # used again, while those of some buckets now and of others then fit nobody.
+                self._build(step, sorted([*buckets, *(b for b, a in self.assemblers.items() if a.come_along(step))]))
             case Deliver(step=step, rank=rank):
                 if rank in self.mailboxes:
-                    self.mailboxes[rank].put(*self._built[step, self.bucket_of[rank]])
+                    told, built = self._built[step, self.bucket_of[rank]]
+                    self.mailboxes[rank].put(told, built.for_rank(rank))
             case End(rank=rank, error=error):
                 if rank in self.mailboxes:
                     self.mailboxes[rank].end(error)
@@ -97,9 +107,17 @@ class Building:
                 self._let_go(step, bucket)
 
     def _build(self, step: int, buckets: list[int]) -> None:
-        staged = self._staged[step]
+        staged, told = self._staged[step], self._told[step]
+        groups = {b: [rank for rank in self.assemblers[b].ranks if rank in self.mailboxes] for b in buckets}
+        how = (self._batch, self._multiple, self.slabs, self._hooks)
+        if (form := self._images) is None:
+            self._executor.submit(
+                "build", lambda: (build_groups(staged, told, groups, *how), None), self._build_done(step, buckets), urgent=True
+            )
+            return
+        members = [rank for b in buckets for rank in self.assemblers[b].ranks]
         self._executor.submit(
-            "build", lambda: build_buckets(staged, buckets, self._batch, self._multiple, self.slabs, self._hooks),
+            "build", lambda: build_with_images(staged, told, groups, members, form, *how, lambda: self.stopped),
             self._build_done(step, buckets), urgent=True,
         )  # fmt: skip
 
@@ -109,8 +127,10 @@ class Building:
                 self.cannot(step, buckets, "building", error)
                 return
             commands: list[Any] = []
-            told = self._told[step]
-            for bucket, built in zip(buckets, outcome, strict=True):
+            told, (made, spoiled) = self._told[step], outcome
+            if spoiled is not None:
+                self._spoiled(spoiled)
+            for bucket, built in zip(buckets, made, strict=True):
                 self._built[step, bucket] = (told, built)
                 self._let_go(step, bucket)
                 commands += self.assemblers[bucket].handle(Built(step))
@@ -121,7 +141,8 @@ class Building:
     def cannot(self, step: int, buckets: Sequence[int] | None, what: str, error: BaseException) -> None:
         """A step that cannot be delivered: the job ends before it."""
         buckets = list(self.assemblers) if buckets is None else buckets
-        log.error("%s step %d for buckets %s failed: %s", what, step, list(buckets), error)
+        if not self.stopped:  # then it was told to leave off
+            log.error("%s step %d for buckets %s failed: %s", what, step, list(buckets), error)
         for bucket in buckets:
             self._let_go(step, bucket)
         self._cannot_tell(Finish(step, as_exception(error)))
@@ -141,7 +162,7 @@ class Building:
 
     def held_bytes(self) -> dict[str, int]:
         return {
-            "staged": sum(s.tokens.nbytes for s in self._staged.values()),
+            "staged": sum(s.nbytes for s in self._staged.values()),
             "assembled": sum(bucket.nbytes for _, bucket in self._built.values()),
             "slabs": self.slabs.nbytes,  # the memory assembled steps lie in, with what is kept for the next ones
         }

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from overlord.runtime.bootstrap import Blueprint
     from overlord.runtime.engines import Engine
     from overlord.runtime.local import Pump
+    from overlord.runtime.serving import Serving
 
 log = logging.getLogger("overlord")
 
@@ -40,6 +41,7 @@ class Changes:
     _moving: threading.Lock
     _pump: Pump
     _refused: int
+    _serving: Serving | None
     _start_state: StreamState
     _warned: bool
 
@@ -151,9 +153,9 @@ class Changes:
                 self._refused += 1
             raise
         with self._lock:
-            if rank not in self._inboxes:
+            if rank not in self._inboxes and (self._serving is None or rank not in self._serving.excused):
                 raise OverlordError(f"the client of rank {rank} is closed")
-            if self._inboxes[rank][1] is not inbox:
+            if rank in self._inboxes and self._inboxes[rank][1] is not inbox:
                 return  # another rank moved the session: the step belongs to what is over
             host, warn, self._warned = self._host, not self._warned, True
             lost = len(metrics) - len(report.metrics)

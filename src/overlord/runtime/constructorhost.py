@@ -12,13 +12,13 @@ from overlord.channel.link import Link
 from overlord.channel.ring import Ring
 from overlord.channel.server import Server
 from overlord.constructor.assembler import Assembler
+from overlord.constructor.encoding import PixelForm
 from overlord.errors import OverlordError
 from overlord.hooks import Hook
 from overlord.job import Batch
 from overlord.messages import (
     Attach,
     Build,
-    Consumed,
     Deliver,
     Detach,
     End,
@@ -38,8 +38,9 @@ class ConstructorHost(HostActor):
     """The constructors of some buckets, and the memory their clients read from."""
 
     def __init__(
-        self, number: int, settings: Settings, buckets: Mapping[int, Sequence[int]], batch: Batch, multiple: int, hooks: Sequence[Hook]
-    ):
+        self, number: int, settings: Settings, buckets: Mapping[int, Sequence[int]], batch: Batch, multiple: int, hooks: Sequence[Hook],
+        images: PixelForm | None = None,
+    ):  # fmt: skip
         super().__init__(f"constructor-host/{number}", settings)
         self._ring = Ring(name=self.name, max_bytes=settings.ring_bytes, max_slots=MAX_SLOTS)
         self._session = settings.generation
@@ -47,7 +48,8 @@ class ConstructorHost(HostActor):
         self._building = Building(
             [Assembler(b, ranks, settings.build_ahead) for b, ranks in buckets.items()], batch=batch, multiple=multiple,
             executor=self._executor, run=self.run,
-            cannot=self._events.put, hooks=hooks, slabs=Slabs(self._ring),
+            cannot=self._events.put, hooks=hooks, slabs=Slabs(self._ring), broadcast=settings.broadcast, images=images,
+            spoiled=self._events.put,
         )  # fmt: skip
         self._delivery = Delivery(took=self._heard)
         self._news, self._news_lock = dict[int, int](), threading.Lock()  # what clients took and the pump has not seen yet
@@ -133,7 +135,8 @@ class ConstructorHost(HostActor):
             if step > self._taken.get(rank, step):
                 self._taken[rank] = step
                 commands += self._building.consumed([rank], step)
-        self.run(commands)
+        # What is let go comes first, so that its memory is used again; buckets of a step stand side by side, and are built together.
+        self.run(sorted(commands, key=lambda c: c.step if isinstance(c, Build) else -1))
         self._tell()
 
     def _tell(self) -> None:
@@ -141,10 +144,9 @@ class ConstructorHost(HostActor):
         slowest = min(self._taken.values(), default=-1)
         if slowest > self._told:
             self._told = slowest
-            for rank, step in self._taken.items():
-                if step > self._said.get(rank, -1):
-                    self._said[rank] = step
-                    self._events.put(Consumed(rank, step))
+            news = {rank: step for rank, step in self._taken.items() if step > self._said.get(rank, -1)}
+            self._said |= news
+            self._events.put(("taken", list(news), list(news.values())))
 
     def _carry_out(self, command: Any) -> None:
         match command:
@@ -153,10 +155,11 @@ class ConstructorHost(HostActor):
             case _:
                 raise TypeError(f"a constructor host does not carry out {type(command).__name__}")
 
-    def _after_turn(self) -> None:
-        super()._after_turn()
+    def _after_turn(self) -> float | None:
+        patience = super()._after_turn()
         for link in list(self._loaders):  # slots whose payload has been built into microbatches
             link.flush()
+        return patience
 
     # what people ask
 
@@ -173,6 +176,7 @@ class ConstructorHost(HostActor):
         )  # fmt: skip
 
     def close(self) -> None:
+        self._building.stopped = True
         super().close()
         for server in self._servers:
             server.close()

@@ -20,6 +20,7 @@ import numpy as np
 from overlord.channel.codec import encode
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, OverlordError
 from overlord.job import did_you_mean
+from overlord.runtime.actor import NOBODY
 
 log = logging.getLogger("overlord")
 
@@ -63,6 +64,7 @@ class Control(Protocol):
         self, factory: Callable[..., Any], *args: Any, name: str, resources: Mapping[str, float] | None = None, node: str | None = None
     ) -> Handle: ...
     def call(self, handle: Handle, method: str, *args: Any) -> Future[Any]: ...
+    def tell(self, handle: Handle, method: str, *args: Any) -> None: ...
     def get(self, future: Future[Any], timeout_s: float) -> Any: ...
     def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> tuple[list[Future[Any]], list[Future[Any]]]: ...
     def lookup(self, name: str) -> Handle: ...
@@ -182,11 +184,7 @@ class Actors(Generic[R]):
     def call(self, handle: Handle, method: str, *args: Any) -> Future[Any]:
         """Ask an actor; never waits. Calls of one thread arrive in order. Arguments must not be changed afterwards."""
         record = self._mine(handle)
-        try:
-            header, columns = encode((method, args))
-        except FrameError:
-            _name_argument(handle.name, method, args)
-            raise
+        header, columns = _encoded(handle.name, method, args)
         number, answer = record.opened(method)
         if not answer.done():
             try:
@@ -195,6 +193,14 @@ class Actors(Generic[R]):
                 record.answered(number, False, e)
                 raise
         return answer
+
+    def tell(self, handle: Handle, method: str, *args: Any) -> None:
+        """The same without an answer, which would wake both sides once more. One who is gone is told nothing; a fault of the method is
+        in the log of its actor."""
+        record = self._mine(handle)
+        header, columns = _encoded(handle.name, method, args)
+        if record.reason is None:
+            self._send(record, NOBODY, header, columns)
 
     def get(self, future: Future[Any], timeout_s: float) -> Any:
         """The answer, or the actor's own exception; ``DataStall`` at the deadline. The call goes on, and may be asked for again."""
@@ -267,6 +273,14 @@ class Actors(Generic[R]):
 
 def _whom(future: Future[Any]) -> str:
     return f"actor {future.actor!r} to answer {future.method!r}" if isinstance(future, Answer) else "a future"
+
+
+def _encoded(actor: str, method: str, args: tuple[Any, ...]) -> tuple[bytes, list[np.ndarray]]:
+    try:
+        return encode((method, args))
+    except FrameError:
+        _name_argument(actor, method, args)
+        raise
 
 
 def _name_argument(actor: str, method: str, args: tuple[Any, ...]) -> None:

@@ -31,7 +31,7 @@ log = logging.getLogger("overlord")
 
 MOVED = "another rank moved the session to a saved state; load the same state on this rank"
 UNBOUNDED = 2**62
-KEPT_SEALS = 64  # states of the last steps as bytes: ranks of other buckets are sent the same
+KEPT_SEALS = 16  # states of the last steps as bytes: ranks of other buckets are sent the same
 
 
 def sealed(state: State) -> Sealed:
@@ -191,8 +191,8 @@ class Delivery:
         self._boxes: dict[int, Outbox] = {}
         self._of_link: dict[Link, Outbox] = {}
         self._made: dict[int, tuple[Bucket, Handed, list[int]]] = {}  # by identity of the bucket; the last counts who keeps it
-        self._latest: Bucket | None = None
-        self._seals: dict[int, tuple[State, Sealed]] = {}
+        self._latest: tuple[int, set[int]] = (-1, set())  # the last step of which something was made, and what: others may be put the same
+        self._seals: dict[int, tuple[State, Told]] = {}
         self.n_made = 0
 
     def box(self, rank: int, generation: int | None = None) -> Outbox:
@@ -248,11 +248,16 @@ class Delivery:
                 handed = Handed(part, bounds - first, *bucket.part())
             else:  # of a hook, which builds what it likes
                 handed = Handed(part, bounds - first, {}, np.zeros((0, len(bucket)), np.int64), tuple(bucket.microbatches))
+            if bucket.encoder is not None:
+                encoder, rows = bucket.encoder.part(0, bucket.encoder.n)
+                handed = replace(handed, encoder=encoder, encoder_rows=rows, per=bucket.per)
             made = self._made[id(bucket)] = (bucket, handed, [0])
             self.n_made += 1
-            before, self._latest = self._latest, bucket
-            if before is not None:
-                self._forget_unkept(before)
+            if self._latest[0] != told.step:
+                before, self._latest = self._latest[1], (told.step, set())
+                for old in before:
+                    self._forget_unkept(old)
+            self._latest[1].add(id(bucket))
         made[2][0] += 1
         return made[1]
 
@@ -260,20 +265,21 @@ class Delivery:
         """Under the lock."""
         if (made := self._made.get(id(bucket))) is not None:
             made[2][0] -= 1
-            if bucket is not self._latest:  # a quick client may have taken it before it was put for the others of its bucket
-                self._forget_unkept(bucket)
+            if id(bucket) not in self._latest[1]:  # a quick client may have taken it before it was put for the others of its bucket
+                self._forget_unkept(id(bucket))
 
-    def _forget_unkept(self, bucket: Bucket) -> None:
-        if (made := self._made.get(id(bucket))) is not None and made[2][0] <= 0:
-            del self._made[id(bucket)]
+    def _forget_unkept(self, bucket: int) -> None:
+        """By its identity."""
+        if (made := self._made.get(bucket)) is not None and made[2][0] <= 0:
+            del self._made[bucket]
 
     def _sealed(self, told: Told) -> Told:
         found = self._seals.get(told.step)
         if found is None or found[0] is not told.after:
-            found = self._seals[told.step] = (told.after, sealed(told.after))
+            found = self._seals[told.step] = (told.after, replace(told, after=sealed(told.after)))
             while len(self._seals) > KEPT_SEALS:
                 del self._seals[next(iter(self._seals))]
-        return replace(told, after=found[1])
+        return found[1]
 
     # callbacks of the server, in its thread
 

@@ -20,8 +20,9 @@ from overlord.channel.link import Link
 from overlord.channel.server import Server
 from overlord.channel.serverlink import ServerLink
 from overlord.client.direct import LEFT, DirectInbox
+from overlord.constructor.views import served_ranks
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
-from overlord.messages import Attach, Consumed, Detach, Finish, Took
+from overlord.messages import Attach, Detach, Finish, Told, Took
 from overlord.planner.cut import Cuts, spread
 from overlord.runtime.asked import Remote
 from overlord.runtime.control import Control, Handle, Record
@@ -41,19 +42,18 @@ class Linked(Remote):
         self._asked: dict[int, Future[Any]] = {}
 
     def call(self, control: Control, method: str, *args: Any) -> Future[Any]:
-        """``do`` has no answer; whatever else is asked has."""
         answer = Future[Any]()
         try:
-            if method == "do":
-                self.link.send(("do", *args), timeout_s=0.0)
-                answer.set_result(None)
-            else:
-                number = next(self._numbers)
-                self._asked[number] = answer
-                self.link.send((method, number, *args), timeout_s=0.0)
+            number = next(self._numbers)
+            self._asked[number] = answer
+            self.link.send((method, number, *args), timeout_s=0.0)
         except (ActorLost, DataStall) as fault:  # the registry hears of it
             answer.set_exception(fault)
         return answer
+
+    def tell(self, control: Control, messages: list[Any]) -> None:
+        with contextlib.suppress(ActorLost, DataStall):  # the same
+            self.link.send(("do", messages), timeout_s=0.0)
 
     def answered(self, number: int, value: Any) -> None:
         if (asked := self._asked.pop(number, None)) is not None:
@@ -161,7 +161,8 @@ class DirectHost(ProcessHost):
         job = self.blueprint.job
         if rank not in self._bucket_of:
             raise OverlordError(f"rank {rank}: wanted 0 to {len(self._bucket_of) - 1}")
-        settings = {"batch": asdict(job.batch), "multiple": job.document_multiple, "check": self.blueprint.options.check}
+        options = self.blueprint.options
+        settings = {"batch": asdict(job.batch), "multiple": job.document_multiple, "check": options.check, "broadcast": options.broadcast}
         return {"bucket": self._bucket_of[rank], **settings}
 
     # clients that come and go, in the pump
@@ -189,7 +190,7 @@ class DirectHost(ProcessHost):
         if isinstance(value, Finish):
             self._hear([value])
         else:
-            self._hear([Consumed(client.rank, value.step)])
+            self._hear([("taken", [client.rank], [value.step])])
 
     def _begin(self) -> None:
         if not self._begun and self._attached and self._registry.close_for(self._attached):
@@ -233,7 +234,13 @@ class DirectHost(ProcessHost):
     # steps
 
     def _send_cuts(self, cuts: Cuts) -> None:
-        super()._send_cuts(spread(cuts, [[r for r in ranks if r in self._attached] for ranks in self._ranks]))
+        attached = [[r for r in ranks if r in self._attached] for ranks in self._ranks]
+        super()._send_cuts(spread(cuts, attached, self._served_by_others(cuts)))
+
+    def _served_by_others(self, cuts: Cuts) -> frozenset[int]:
+        """Ranks to which the trainer broadcasts."""
+        told = Told.of(next(iter(cuts.placed.values())).stage) if cuts.placed and self.blueprint.options.broadcast else None
+        return frozenset() if told is None or told.place is None else served_ranks(told.place, told.axis, told.broadcast)
 
     def add_source(self, new: Any, prepared: int, budget_bytes: int, joined: Callable[[], None] = lambda: None) -> None:
         links = [("constructor", c.rank, c.address, self._token) for c in self._clients() if not c.lost]

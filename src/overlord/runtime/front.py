@@ -65,6 +65,7 @@ class FrontDoor:
         self._serving, self._delivery = serving, delivery
         self.session_id = secrets.token_hex(8)  # a client that comes again must find the session it left
         self._ranks: dict[ServerLink, int] = {}  # of control links
+        self._served: set[ServerLink] = set()  # those of ranks that take no steps here, beside the one who takes theirs
         self._lock = threading.Lock()
         self._hands, self._telling = Hands(HANDS, "front"), Hands(1, "why")
         self._server = Server(
@@ -79,11 +80,17 @@ class FrontDoor:
         rank, role = hello.get("rank"), hello.get("role")
         if role == "client" and self._delivery is not None:
             return self._delivery.opened(link, hello)
-        if role != "control" or type(rank) is not int:
+        if role not in ("control", "served") or type(rank) is not int:
             raise OverlordError(f"wanted a hello with role 'control' and a rank, found {hello!r:.100}")
+        if role == "served":
+            self._serving.admit_served(rank)
+            with self._lock:
+                self._ranks[link] = rank
+                self._served.add(link)
+            return {"session": self.session_id}
         self._serving.admit(rank)
         with self._lock:
-            former = [other for other, r in self._ranks.items() if r == rank]
+            former = [other for other, r in self._ranks.items() if r == rank and other not in self._served]
             self._ranks[link] = rank
             for other in former:
                 del self._ranks[other]
@@ -107,7 +114,10 @@ class FrontDoor:
 
     def _closed(self, link: ServerLink, reason: str) -> None:
         with self._lock:
-            rank = self._ranks.pop(link, None)
+            rank, served = self._ranks.pop(link, None), link in self._served
+            self._served.discard(link)
+        if served:
+            return
         if rank is not None:
             self._serving.went(rank, reason)
         elif self._delivery is not None:
@@ -118,7 +128,7 @@ class FrontDoor:
     def _answer(self, link: ServerLink, rank: int, request: Mapping[str, Any]) -> None:
         reply: dict[str, Any] = {"id": request["id"]}
         try:
-            reply["value"] = self._serving.carry_out(rank, request)
+            reply["value"] = self._serving.carry_out(rank, request, served=link in self._served)
         except Exception as error:  # whatever it is, it is the answer
             reply["error"] = error
         try:
@@ -173,6 +183,25 @@ class Seat:
             return ""
         for_s = time.monotonic() - self.since
         return f"whose client ({self.peer}) went away {for_s:.0f} s ago" if self.peer else "which has not connected yet"
+
+
+class Elsewhere:
+    """The box of a seat whose steps never pass through this process."""
+
+    def __init__(self, rank: int, generation: int):
+        self.rank, self.generation = rank, generation
+
+    def put(self, told: Any, bucket: Any) -> None:
+        raise OverlordError(f"rank {self.rank} is served by its constructor host")
+
+    def get(self, timeout_s: float) -> None:
+        raise OverlordError(f"rank {self.rank} is served by its constructor host")
+
+    def end(self, error: BaseException | None, *, drop: bool = False) -> None:
+        """Its client hears of it at the front door."""
+
+    def __len__(self) -> int:
+        return 0
 
 
 def where_it_stands(state: State, generation: int, constructor: tuple[str, str]) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from overlord.constructor.builder import StagedStep
 from overlord.errors import ActorLost, OverlordError, PlanError
 from overlord.messages import Finish, Payload, Placed, Told
 from overlord.runtime.building import Building
-from overlord.sample import Ragged
+from overlord.sample import Ragged, Scattered
 
 log = logging.getLogger("overlord")
 
+NOBODY = np.zeros(0, np.int64)  # images are of documents that need not be here
 MAX_EARLY = 1024  # steps whose payload may come before they are told: far above any prefetch window
 
 
@@ -26,8 +27,8 @@ class Gathering:
 
     def __init__(self, building: Building):
         self._building = building
-        self._expected: dict[int, tuple[Placed, dict[int, Ragged]]] = {}  # steps whose payload is on its way, by loader host
-        self._early: dict[int, dict[int, Ragged]] = {}  # payload that came before its step was told
+        self._expected: dict[int, tuple[Placed, dict[int, Payload]]] = {}  # steps whose payload is on its way, by loader host
+        self._early: dict[int, dict[int, Payload]] = {}  # payload that came before its step was told
         self._gone: dict[int, str] = {}  # loader hosts that will send no more, and why
         self._over: int | None = None  # the first step that there is not
         self._planned = -1
@@ -47,12 +48,12 @@ class Gathering:
         if self._over is not None and step >= self._over:
             return []
         if step in self._expected:
-            self._expected[step][1].setdefault(payload.origin, payload.tokens)
+            self._expected[step][1].setdefault(payload.origin, payload)
             return self._see(step)
         if step <= self._planned or (step not in self._early and len(self._early) >= MAX_EARLY):
             log.warning("payload of loader-host/%d for step %d is for no step that is wanted", payload.origin, step)
             return []
-        self._early.setdefault(step, {}).setdefault(payload.origin, payload.tokens)
+        self._early.setdefault(step, {}).setdefault(payload.origin, payload)
         return []
 
     def finish(self, finish: Finish) -> list[Any]:
@@ -82,10 +83,11 @@ class Gathering:
         if not missing:
             del self._expected[step]
             stage, parts = placed.stage, [found[origin] for origin in placed.origins]
-            tokens = Ragged.concat(parts)
-            if problem := _misfit(placed, tokens, parts):
+            tokens = Ragged.concat([p.tokens for p in parts if len(p.tokens)] or [p.tokens for p in parts[:1]])
+            items = None if stage.encoding is None else Scattered([p.items for p in parts if p.items is not None], NOBODY)
+            if problem := _misfit(placed, tokens, items, parts):
                 return self._cannot(step, PlanError(problem, step, "this is a fault of the package: report it"))
-            return self._building.staged(StagedStep(stage, tokens), Told.of(stage))
+            return self._building.staged(StagedStep(stage, tokens, items), Told.of(stage))
         if lost := [origin for origin in missing if origin in self._gone]:
             return self._cannot(step, ActorLost(f"loader-host/{lost[0]}", self._gone[lost[0]]))
         return []
@@ -120,19 +122,27 @@ def check_payload(payload: Payload, host: int) -> None:
         raise OverlordError(
             f"payload of loader-host/{host} for step {step}: wanted documents of whole numbers, found {kinds or type(tokens)}"
         )
+    if (items := payload.items) is None:
+        return
+    kinds = [(a.dtype, a.ndim) for a in (items.values, items.offsets)] if isinstance(items, Ragged) else []
+    if kinds != [(np.dtype(np.uint8), 1), (np.dtype(np.int64), 1)]:
+        raise OverlordError(f"payload of loader-host/{host} for step {step}: wanted images as bytes, found {kinds or type(items)}")
 
 
-def _misfit(placed: Placed, tokens: Ragged, parts: list[Ragged]) -> str:
-    """Why payload is not that of its plan, in words: every document must have the length that was planned."""
+def _misfit(placed: Placed, tokens: Ragged, items: Scattered | None, parts: list[Payload]) -> str:
+    """Why payload is not that of its plan, in words: every document must have the length that was planned, every image be there."""
     doc = placed.stage.doc
     here = np.flatnonzero(doc >= 0)  # for hooks the plan is whole, and the payload is not
     hosts = ", ".join(f"loader-host/{origin}" for origin in placed.origins)
     if len(tokens) != len(here):
         return f"wanted {len(here)} documents of {hosts}, found {len(tokens)}"
+    wanted = 0 if placed.stage.encoding is None else len(placed.stage.encoding.item)
+    if wanted != (0 if items is None else len(items)):
+        return f"wanted {wanted} images of {hosts}, found {0 if items is None else len(items)}"
     wrong = np.flatnonzero(tokens.lengths[doc[here]] != placed.stage.plan.tokens[here])
     if not len(wrong):
         return ""
     row = int(here[wrong[0]])
-    origin = placed.origins[int(np.searchsorted(np.cumsum([len(p) for p in parts]), doc[row], side="right"))]
+    origin = placed.origins[int(np.searchsorted(np.cumsum([len(p.tokens) for p in parts]), doc[row], side="right"))]
     wanted, found = int(placed.stage.plan.tokens[row]), int(tokens.lengths[doc[row]])
     return f"wanted {wanted} tokens of {placed.stage.plan.sample_id(row)} from loader-host/{origin}, found {found}"

@@ -18,6 +18,7 @@ import numpy as np
 from overlord.client.client import Inbox
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.builder import StagedStep
+from overlord.constructor.encoding import PixelForm
 from overlord.errors import JobError
 from overlord.hooks import CONSTRUCTOR, LOADER, Hook, of_kind, popped_by
 from overlord.job import Batch
@@ -42,13 +43,14 @@ from overlord.messages import (
     Stage,
     Told,
 )  # fmt: skip
+from overlord.planner.encoding import Encodings
 from overlord.planner.planner import Planner
 from overlord.planner.spec import NewSource
 from overlord.runtime.building import Building, Mailbox
 from overlord.runtime.carrier import Carrier, Done, Executor
 from overlord.runtime.loading import Loading
 from overlord.runtime.local import ThreadExecutor
-from overlord.sample import Ragged
+from overlord.sample import Content, Ragged, Scattered
 
 if TYPE_CHECKING:
     from overlord.runtime.bootstrap import Blueprint
@@ -79,6 +81,7 @@ class Host(Carrier):
     def __init__(
         self, *, planner: Planner, loaders: Sequence[Loader], readers: Sequence[SourceReader], assemblers: Sequence[Assembler],
         batch: Batch, multiple: int, executor: Executor, check: bool = False, hooks: Sequence[Hook] = (), seed: int = 0,
+        images: PixelForm | None = None, broadcast: bool = True,
     ):  # fmt: skip
         super().__init__(check=check)
         self.planner, self._executor = planner, executor
@@ -87,8 +90,9 @@ class Host(Carrier):
             self.loading.open(loader, reader)
         self.building = Building(
             assemblers, batch=batch, multiple=multiple, executor=executor, run=self.run, cannot=self.event,
-            hooks=of_kind(hooks, CONSTRUCTOR),
+            hooks=of_kind(hooks, CONSTRUCTOR), images=images, broadcast=broadcast, spoiled=self.event,
         )  # fmt: skip
+        self._images, self._batch, self._multiple = images, batch, multiple
         self._pop_hooks, self._seed = of_kind(hooks, LOADER), seed
         self.plans = KeptPlans()
         self.on_stage: list[Callable[[Stage], None]] = []
@@ -176,14 +180,24 @@ class Host(Carrier):
         self.building.plan(stage)
         if stage.skipped:
             return
-        tokens = Ragged.concat(pieces)
         if stage.kept is not None:  # what stays held would keep all it was popped with alive
-            tokens, stage = tokens.take(stage.doc), replace(stage, doc=np.arange(len(stage.doc)))
-        staged = StagedStep(stage, tokens)
+            pieces, stage = [Content.pick(pieces, stage.doc)], replace(stage, doc=np.arange(len(stage.doc)))
+        staged = StagedStep(stage, Ragged.concat([p.tokens for p in pieces]))
+        if self._images is not None:
+            staged = self._with_images(staged, Scattered.of(pieces))
         if self._pop_hooks:
             self._executor.submit("loader hooks", lambda: self._popped(staged), self._pop_done(stage), urgent=True)
         else:  # ahead of what the planner asked loaders for: a step is what a trainer waits for
             self._queue.extendleft(reversed(self.building.staged(staged, Told.of(stage))))
+
+    def _with_images(self, staged: StagedStep, found: Scattered | None) -> StagedStep:
+        """Who encodes what; the images themselves lie as they were popped."""
+        stage, ranks = staged.stage, self.building.served()
+        made, items = Encodings(stage.plan, self._batch, self._multiple), found or Scattered([], np.zeros(len(staged.tokens), np.int64))
+        wanted = made.encoded_by(ranks)
+        doc, number = stage.doc[made.sample[wanted]], made.routes.number[wanted]
+        assert (number < items.counts[doc]).all(), "more images are planned than documents have"
+        return replace(staged, stage=replace(stage, encoding=made.of(ranks, items.first[doc] + number)), items=items)
 
     def _popped(self, staged: StagedStep) -> StagedStep:
         doc, tokens = popped_by(self._pop_hooks, staged.plan, staged.stage.doc, staged.tokens, self._seed)
@@ -232,6 +246,7 @@ class Host(Carrier):
 
     def close(self) -> None:
         """Take no more work; outcomes of what is under way lead nowhere."""
+        self.building.stopped = True
         if isinstance(self._executor, ThreadExecutor):
             self._executor.close()
         self.slabs.close()

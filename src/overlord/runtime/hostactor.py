@@ -1,7 +1,8 @@
 """What every host process of a job is: a pump with some cores in it, told what to do and asked what happened.
 
 What the planner says comes by ``do``; what it is to know goes by ``events``, a call that is answered when there is something to
-tell. Payload goes from loader hosts (``loaderhost.py``) to constructor hosts (``constructorhost.py``) through links, never through here.
+tell; ``turn`` is both, since every message wakes somebody. Payload goes from loader hosts (``loaderhost.py``) to constructor
+hosts (``constructorhost.py``) through links, never through here.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,6 +22,9 @@ from overlord.runtime.local import Pump, ThreadExecutor
 log = logging.getLogger("overlord")
 
 MAX_SLOTS = 4096  # far above the steps of a prefetch window times the constructor hosts; bytes are what is bounded
+
+# What was read ahead and nobody waits for is told so often: each word wakes two processes, and the planner answers most of them.
+QUIET_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +39,7 @@ class Settings:
     open_bytes: int = 2**28
     ring_bytes: int = 2**30
     build_ahead: int = 2
+    broadcast: bool = True  # False: every rank fetches its own
     check: bool = False
 
 
@@ -44,10 +50,17 @@ class Events:
         self._lock = threading.Lock()
         self._happened: list[Any] = []
         self._asked: Future[list[Any]] | None = None
+        self._hurry = False  # someone waits for what happened
+        self._answered = 0.0
 
-    def put(self, event: Any) -> None:
+    def put(self, event: Any, *, hurry: bool = True) -> None:
         with self._lock:
             self._happened.append(event)
+            self._hurry = self._hurry or hurry
+
+    def hurry(self) -> None:
+        with self._lock:
+            self._hurry = True
 
     def ask(self) -> Future[list[Any]]:
         with self._lock:
@@ -55,13 +68,19 @@ class Events:
         self.answer()
         return asked
 
-    def answer(self) -> None:
-        """Called when the pump has done a piece of work: what it led to is told together."""
+    def answer(self) -> float | None:
+        """Called when the pump has done a piece of work: what it led to is told together, at once if someone waits for it. Else it
+        waits for more of its kind, and the seconds are returned after which this is to be called again."""
         with self._lock:
+            now = time.monotonic()
+            if self._happened and not self._hurry and (left := self._answered + QUIET_S - now) > 0:
+                return left
             if self._asked is None or not self._happened:
-                return
+                return None
             asked, happened, self._asked, self._happened = self._asked, self._happened, None, []
+            self._hurry, self._answered = False, now
         asked.set_result(happened)
+        return None
 
 
 class HostActor(Carrier):
@@ -81,8 +100,8 @@ class HostActor(Carrier):
         log.critical("%s ends itself: %s: %s", self.name, type(error).__name__, error)
         os._exit(70)
 
-    def _after_turn(self) -> None:
-        self._events.answer()
+    def _after_turn(self) -> float | None:
+        return self._events.answer()
 
     def do(self, messages: Sequence[Any]) -> None:
         self._pump.post(lambda: self._do(messages))
@@ -96,6 +115,12 @@ class HostActor(Carrier):
         raise NotImplementedError
 
     def events(self) -> Future[list[Any]]:
+        return self._events.ask()
+
+    def turn(self, messages: Sequence[Any]) -> Future[list[Any]]:
+        """Both in one message: what to do, and what has happened when something has."""
+        if messages:
+            self.do(messages)
         return self._events.ask()
 
     def close(self) -> None:

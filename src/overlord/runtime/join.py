@@ -120,6 +120,18 @@ class _Board:
         said: dict[str, Any] = decode(frame.header, frame.columns)
         return said
 
+    def left(self) -> None:
+        """This rank needs the session no more, though it has no connection that would tell."""
+        with contextlib.suppress(Exception):  # the store has gone, and with it whoever would wait
+            self._store.add(f"{self._key}/left", 1)
+
+    def wait_until_left(self, n: int, timeout_s: float) -> None:
+        """Until so many ranks without a connection have left."""
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(Exception):
+            while self._store.add(f"{self._key}/left", 0) < n and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
+
     def wait_until_all_read(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(Exception):  # the store has gone, and with it those who would read

@@ -24,6 +24,7 @@ def launch(
     Options (none changes the stream): prefetch=4, loaders={"web": 3}, workers=, read_ahead=, build_ahead=, buffer_bytes=, open_bytes=,
     open_files=, cache_dir=, stall_warn_s=30, stall_limit_s=540 (NCCL gives up after 600), on_stall=callback(words, seconds),
     progress=callback(done, total). Of the process runtime: sources_per_host=, hosts=, constructor_hosts=, ring_bytes=, constructors=True.
+    Of trainers that broadcast: broadcast=True (False: every rank fetches its own).
     Others are still to come: partition, autoscale, shadows.
     """
     if not isinstance(job, Job):

@@ -13,7 +13,7 @@ import numpy as np
 from overlord.channel.link import TIMEOUT, Link
 from overlord.channel.ring import Ring
 from overlord.channel.server import dial
-from overlord.errors import ActorLost, DataStall
+from overlord.errors import ActorLost, DataStall, PlanError
 from overlord.hooks import Hook, popped_by
 from overlord.messages import (
     Announce,
@@ -30,7 +30,7 @@ from overlord.observe.memory import pss_bytes
 from overlord.runtime.bootstrap import SourceKit, open_loader
 from overlord.runtime.hostactor import MAX_SLOTS, HostActor, Settings
 from overlord.runtime.loading import Loading
-from overlord.sample import Ragged
+from overlord.sample import Content, Ragged, Scattered
 from overlord.sources.handles import HandleCache
 from overlord.transforms.worker import TransformWorker
 
@@ -66,6 +66,7 @@ class LoaderHost(HostActor):
     def _connect(self, constructor: int, address: str, token: str) -> None:
         hello = {"role": "loader", "host": self._number}
         link, _ = dial(address, token, hello, timeout_s=DIAL_S, ring=self._ring)
+        link.waits_for_slots = False
         self._links[constructor] = link
         threading.Thread(target=self._listen, args=(link,), name=f"overlord-link-{constructor}", daemon=True).start()
 
@@ -106,7 +107,9 @@ class LoaderHost(HostActor):
                 self._open(message)
             case Forget(loaders=loaders):
                 self._loading.forget(loaders)
-            case Refill():
+            case Refill(must=must):
+                if must:  # the draw waits: perhaps for what is ready, and was not told yet
+                    self._events.hurry()
                 self._queue.append(message)
             case ("drop", int(number)):
                 self._loading.close(number)
@@ -126,8 +129,9 @@ class LoaderHost(HostActor):
         match command:
             case Refill() | Read() | Evaluate():
                 self._queue.extend(self._loading.carry_out(command))
-            case Announce():
-                self._events.put(command)
+            case Announce(loader=loader, found=found):
+                hosted = self._loading.hosted.get(loader)
+                self._events.put(command, hurry=found is None or hosted is None or hosted.loader.was_short(len(found)))
             case _:
                 raise TypeError(f"a loader host does not carry out {type(command).__name__}")
 
@@ -139,10 +143,12 @@ class LoaderHost(HostActor):
             size = max(1, sum(p.nbytes for p in pieces))
             self._executor.submit("send", lambda: self._send(part, pieces), self._sent(part.step), size=size, urgent=True)
 
-    def _send(self, part: Part, pieces: list[Ragged]) -> int:
+    def _send(self, part: Part, popped: list[Content]) -> int:
         """Payload into shared memory, one message for each constructor host. Returns the bytes sent, counted for each."""
         n = 0
+        pieces = [p.tokens for p in popped]
         takes: Sequence[np.ndarray | None] = part.take or [None] * len(part.to)
+        images = self._images(part, popped)
         if part.plan is not None and part.doc is not None:
             number, tokens = popped_by(self._hooks, part.plan, part.doc, Ragged.concat(pieces), self._seed)
             takes, pieces = [number[rows] for rows in part.take], [tokens]
@@ -150,8 +156,19 @@ class LoaderHost(HostActor):
             if i == 0 or not np.array_equal(take, takes[i - 1]):  # type: ignore[arg-type]
                 tokens = self._in_ring(pieces if take is None else [Ragged.concat(pieces).take(take)])
             # else: without constructors the ranks of a group get the same, which lies in shared memory once
-            n += self._hand(c, Payload(part.step, self._number, tokens))
+            items = None if (wanted := images[i]) is None else self._in_ring(wanted)
+            n += self._hand(c, Payload(part.step, self._number, tokens, items=items))
         return n
+
+    def _images(self, part: Part, popped: list[Content]) -> list[Sequence[Ragged] | None]:
+        """The bytes of images for each constructor host; None: it gets none from here."""
+        found = Scattered.of(popped)
+        if not part.items:
+            return [None if part.take or found is None else found.parts or None] * len(part.to)
+        if found is None or any((number >= found.counts[document]).any() for document, number in part.items):
+            raise PlanError("more images are planned than documents have", part.step, "this is a fault of the package: report it")
+        rows = [(found.first[document] + number).tolist() for document, number in part.items]
+        return [[_row(found[i]) for i in wanted] or None for wanted in rows]
 
     def _hand(self, constructor: int, payload: Payload) -> int:
         """Bytes sent. Clients may leave, and of one that died the planner hears by itself; a constructor host must be there."""
@@ -159,18 +176,20 @@ class LoaderHost(HostActor):
             if (link := self._links.get(constructor)) is None:
                 raise ActorLost("", f"{self.name} could not reach it")
             link.send(payload, timeout_s=SEND_S)
-            return payload.tokens.nbytes
+            return payload.tokens.nbytes + (0 if payload.items is None else payload.items.nbytes)
         except ActorLost as lost:
             if constructor in self._clients:
                 return 0
             raise ActorLost(f"{self._kind}/{constructor}", lost.reason) from lost
 
     def _in_ring(self, pieces: Sequence[Ragged]) -> Ragged:
-        """Pieces as one, their values in a slot of the ring: the one copy on the way to the constructor."""
+        """Pieces as one, their values in a slot of the ring: the one copy on the way to the constructor. Where there is no room they lie in
+        this process and are copied once more: to wait for a slot would be to wait for the trainer, or for what stands behind us."""
         dtype = np.result_type(*(p.values.dtype for p in pieces))
         spans = [p.values[int(p.offsets[0]) : int(p.offsets[-1])] for p in pieces]
         total = sum(map(len, spans))
-        values = self._ring(max(1, total * dtype.itemsize))[: total * dtype.itemsize].view(dtype)
+        room = self._ring.take(max(1, total * dtype.itemsize))
+        values = np.empty(total, dtype) if room is None else room[: total * dtype.itemsize].view(dtype)
         np.concatenate(spans, out=values)
         lengths = np.concatenate([p.lengths for p in pieces])
         return Ragged(values, np.concatenate([[0], np.cumsum(lengths)]))
@@ -205,3 +224,7 @@ class LoaderHost(HostActor):
 
     def check(self) -> None:
         self._loading.check()
+
+
+def _row(values: np.ndarray) -> Ragged:
+    return Ragged(values, np.array([0, len(values)], np.int64))

@@ -14,10 +14,10 @@ from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
 from overlord.messages import Evaluate, Open, Pop, Read, ReadFailed, Refill
 from overlord.runtime.carrier import Done, Executor
-from overlord.sample import Ragged
+from overlord.sample import Content, Ragged
 from overlord.transforms.worker import TransformWorker
 
-NOTHING = Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64))
+NOTHING = Content(Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64)))
 
 
 @dataclass(slots=True, eq=False)
@@ -115,12 +115,12 @@ class Loading:
 
         return done
 
-    def pop(self, step: int, pops: Mapping[int, int], kept: np.ndarray | None) -> tuple[list[Ragged], list[Any]]:
+    def pop(self, step: int, pops: Mapping[int, int], kept: np.ndarray | None) -> tuple[list[Content], list[Any]]:
         """Take ``pops[l]`` samples off the front of loader l. Returns the payload, loader by loader, and what the loaders want then.
 
-        With look-ahead, payload held over comes first, all in one piece; ``kept`` says which documents of all this stay held.
+        With look-ahead, payload held over comes first; ``kept`` says which documents of all this stay held.
         """
-        pieces: list[Ragged] = []
+        pieces: list[Content] = []
         commands: list[Any] = []
         for number, n in pops.items():
             hosted = self.hosted[number]
@@ -128,10 +128,12 @@ class Loading:
             commands += hosted.loader.handle(Pop(step, n))
         if kept is None:
             return pieces, commands
-        everything = Ragged.concat([self.held, *pieces])
+        pieces.insert(0, self.held)
+        if all(p.items is None for p in pieces):  # images are left where they lie: they are most of the bytes
+            pieces = [Content.concat(pieces)]
         by = np.concatenate([self._held_by, np.repeat(np.fromiter(pops, np.int64, len(pops)), list(pops.values()))])
-        self.held, self._held_by = everything.take(kept), by[kept]
-        return [everything], commands
+        self.held, self._held_by = Content.pick(pieces, kept), by[kept]
+        return pieces, commands
 
     def busy(self) -> list[str]:
         """What loaders are doing, in words."""
@@ -150,7 +152,7 @@ class Loading:
         return [
             {"loader": number, "source": h.reader.order.name, "doing": h.loader.doing, "ready": h.loader.ready,
              "ready_bytes": h.shelf.nbytes, "read_s": h.reader.stats.read_s, "transform_s": h.reader.stats.transform_s,
-             "store": getattr(h.reader.chunks, "store_metrics", None),
+             "store": getattr(h.reader.chunks, "store_metrics", None), "images": h.reader.stats.images,
              "worker": isinstance(h.reader.stages, TransformWorker), "worker_pid": getattr(h.reader.stages, "pid", None)}
             for number, h in self.hosted.items()
         ]  # fmt: skip

@@ -35,10 +35,11 @@ class Pump:
         self._thread = threading.Thread(target=self._loop, name=f"overlord-pump-{name}", daemon=True)
         self.broken: BaseException | None = None
         self.turn = 0.0  # when the call that is running began
-        self._after: Callable[[], None] = lambda: None
+        self._after: Callable[[], float | None] = lambda: None
 
-    def start(self, failed: Callable[[BaseException], None], after: Callable[[], None] = lambda: None) -> None:
-        """``failed`` is told of an error that no core could handle; nothing is pumped after it. ``after`` runs behind calls."""
+    def start(self, failed: Callable[[BaseException], None], after: Callable[[], float | None] = lambda: None) -> None:
+        """``failed`` is told of an error that no core could handle; nothing is pumped after it. ``after`` runs behind calls, and once
+        more after so many seconds without one if it says so."""
         self._failed, self._after = failed, after
         self._thread.start()
 
@@ -74,20 +75,27 @@ class Pump:
         return result
 
     def _loop(self) -> None:
-        told = 0.0
-        while (call := self._calls.get()) is not None:
+        told, patience = 0.0, None
+        while (call := self._next(patience)) is not None:
             self.turn = time.perf_counter()
             try:
                 call()
                 # Several calls in a row lead to one message, unless that would be late.
                 if self._calls.empty() or time.perf_counter() - told > TURN_S:
-                    self._after()
+                    patience = self._after()
                     told = time.perf_counter()
             except BaseException as error:
                 self.broken = error
                 log.exception("the pump stopped")
                 self._failed(error)
                 return
+
+    def _next(self, patience: float | None) -> Callable[[], None] | None:
+        """The next call; one that does nothing where none has come in time."""
+        try:
+            return self._calls.get(timeout=patience)
+        except queue.Empty:
+            return _nothing
 
     @property
     def stopped(self) -> bool:
@@ -97,6 +105,10 @@ class Pump:
         self._calls.put(None)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
+
+
+def _nothing() -> None:
+    pass
 
 
 Done = Callable[[Any, BaseException | None], None]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from overlord.constructor.encoding import PixelForm
 from overlord.errors import JobError
 from overlord.hooks import CONSTRUCTOR, of_kind
 from overlord.job import Job, did_you_mean
@@ -41,6 +42,7 @@ class Options:
     constructor_hosts: int | None = None  # processes that constructors share; None: one for sixteen cores
     ring_bytes: int | None = None  # of shared memory that one host may use; None: a quarter of the machine's memory
     constructors: bool = True  # False: loader hosts send to every client, and each builds for itself; for measurement
+    broadcast: bool = True  # False: every rank fetches its own, whatever the plan's broadcasts say
     partition: str | None = None  # from here on: values other than these are still to come
     autoscale: bool = False
     shadows: str = "none"
@@ -85,8 +87,10 @@ class Options:
         return found + [f"loaders: wanted a whole number of at least 1 for {name!r}, found {n!r}" for name, n in wrong.items()]
 
     def _constructor_problems(self, job: Job) -> list[str]:
-        if not isinstance(self.constructors, bool):
-            return [f"constructors: wanted True or False, found {self.constructors!r}"]
+        if wrong := [name for name in ("constructors", "broadcast") if not isinstance(getattr(self, name), bool)]:
+            return [f"{name}: wanted True or False, found {getattr(self, name)!r}" for name in wrong]
+        if not self.constructors and PixelForm.of(job.sources) is not None:
+            return ["constructors: without them clients build, and images are decoded by constructors only: leave it out"]
         if self.constructors or not of_kind(job.hooks, CONSTRUCTOR):
             return []
         return ["constructors: without them clients build, and code does not travel to them: leave out the job's constructor_do_plan"]

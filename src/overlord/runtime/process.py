@@ -32,10 +32,11 @@ from overlord.messages import (
     Opening,
     Refill,
     Reopen,
+    Spoiled,
     Stage,
     StreamState,
 )  # fmt: skip
-from overlord.planner.cut import Cuts, Cutter
+from overlord.planner.cut import Cuts, Cutter, Imaging
 from overlord.planner.spec import NewSource
 from overlord.runtime.asked import Asked, Remote
 from overlord.runtime.bootstrap import Blueprint, SourceKit
@@ -92,7 +93,7 @@ class ProcessHost(Asked):
             workers=max(1, (blueprint.options.workers or n_cores()) // self.hosting.n_hosts),
             open_files=max(1, blueprint.options.open_files // self.hosting.n_hosts), check=blueprint.options.check,
             open_bytes=max(1, blueprint.options.open_bytes // self.hosting.n_hosts), ring_bytes=ring_bytes(blueprint.options),
-            build_ahead=blueprint.options.build_ahead or BUILD_AHEAD,
+            build_ahead=blueprint.options.build_ahead or BUILD_AHEAD, broadcast=blueprint.options.broadcast,
         )  # fmt: skip
         self._ranks = list(blueprint.job.place.buckets("DP"))
         self._constructor_of = np.arange(len(self._ranks)) % self._n_constructors()
@@ -100,7 +101,7 @@ class ProcessHost(Asked):
         hooks = blueprint.job.hooks
         self._cutter = Cutter(
             self.hosting.host_of, self._constructor_of.tolist(), whole_plans=bool(of_kind(hooks, CONSTRUCTOR)),
-            loader_hooks=bool(of_kind(hooks, LOADER)),
+            loader_hooks=bool(of_kind(hooks, LOADER)), images=self._imaging(),
         )  # fmt: skip
         self._served = np.zeros(len(self._ranks), np.int64)  # attached ranks of every bucket
         self._attached: set[int] = set()
@@ -122,13 +123,18 @@ class ProcessHost(Asked):
     def _n_constructors(self) -> int:
         return self.blueprint.options.constructor_hosts or min(len(self._ranks), max(1, n_cores() // CORES_PER_CONSTRUCTOR))
 
+    def _imaging(self) -> Imaging | None:
+        job = self.blueprint.job
+        return None if self.blueprint.images is None else Imaging(job.batch, job.document_multiple, self._ranks)
+
     def _start_constructors(self) -> None:
         job, hooks = self.blueprint.job, of_kind(self.blueprint.job.hooks, CONSTRUCTOR)
         for c in range(int(self._constructor_of.max()) + 1):
             buckets = {b: tuple(self._ranks[b]) for b in np.flatnonzero(self._constructor_of == c).tolist()}
             self._constructors[c] = self._start(
-                ConstructorHost, c, self._settings, buckets, job.batch, job.document_multiple, hooks, name=f"constructor-host/{c}"
-            )
+                ConstructorHost, c, self._settings, buckets, job.batch, job.document_multiple, hooks, self.blueprint.images,
+                name=f"constructor-host/{c}",
+            )  # fmt: skip
 
     def _spawn(self) -> None:
         """Constructor hosts first, since loader hosts connect to them; each kind together."""
@@ -160,24 +166,24 @@ class ProcessHost(Asked):
     def _start(self, factory: Callable[..., Any], *args: Any, name: str, joined: bool = True) -> Remote:
         remote = Remote(self._control.spawn(factory, *args, name=name), joined=joined)
         self._control.on_death(remote.handle, lambda handle, reason: self._pump.post(lambda: self._lost(remote, reason)))
-        self._poll(remote)
+        self._listen(remote, "events")
         return remote
 
-    def _poll(self, remote: Remote) -> None:
+    def _listen(self, remote: Remote, method: str, *args: Any) -> None:
         def told(future: Future[Any]) -> None:
             if (error := future.exception()) is None:
                 self._pump.post(lambda: self._happened(remote, future.result()))
             elif not isinstance(error, ActorLost):
                 self._pump.post(lambda: self._lost(remote, f"{type(error).__name__}: {error}"))
 
-        self._control.call(remote.handle, "events").add_done_callback(told)
+        remote.call(self._control, method, *args).add_done_callback(told)
 
     # what comes in
 
     def _happened(self, remote: Remote, events: Sequence[Any]) -> None:
         if self._closed:
             return
-        self._poll(remote)
+        remote.asks = True
         self._hear(events)
 
     def _hear(self, events: Sequence[Any]) -> None:
@@ -185,17 +191,21 @@ class ProcessHost(Asked):
             match event:
                 case Announce():
                     self._queue.append(event)
-                case Consumed(rank=rank, step=step):
-                    if rank in self._attached:
-                        self.on_taken(rank, step)
-                        self._queue.append(event)
+                case ("taken", list(ranks), list(steps)):
+                    for rank, step in zip(ranks, steps, strict=True):
+                        self._took(rank, step)
                 case Finish(error=ActorLost(name=name)) if (lost := self._named(name)) is not None:
                     self._ask_how(lost, event)
-                case Finish():
+                case Finish() | Spoiled():
                     self._queue.append(event)
                 case _:
                     raise TypeError(f"a host tells of {event!r}")
         self.run()
+
+    def _took(self, rank: int, step: int) -> None:
+        if rank in self._attached:
+            self.on_taken(rank, step)
+            self._queue.append(Consumed(rank, step))
 
     def _named(self, name: str) -> Remote | None:
         return next((remote for remote in self._processes() if remote.handle.name == name), None)
@@ -330,16 +340,25 @@ class ProcessHost(Asked):
         super().run(commands)
         if not self._running:
             for remote in (*self._constructors.values(), *self._loaders.values()):
-                if remote.out:
-                    messages, remote.out = remote.out, []
-                    if not remote.lost:
-                        remote.call(self._control, "do", messages)
+                if remote.out or remote.asks:
+                    self._say(remote)
+
+    def _say(self, remote: Remote) -> None:
+        """All that a turn had for a host in one message; where its next news are to be asked for, in that one too."""
+        messages, remote.out = remote.out, []
+        asks, remote.asks = remote.asks, False
+        if remote.lost:
+            return
+        if asks:
+            self._listen(remote, "turn", messages)
+        else:
+            remote.tell(self._control, messages)
 
     def _carry_out(self, command: Any) -> None:
         match command:
             case Refill(loader=loader):
                 self._host_of(loader).out.append(command)
-            case Announce() | Consumed():
+            case Announce() | Consumed() | Spoiled():
                 self._queue.extend(self.planner.handle(command))
             case Stage():
                 self._stage(command)
@@ -392,7 +411,7 @@ class ProcessHost(Asked):
         for remote in list(self._constructors.values()):
             if not remote.lost and not self._closed:
                 with contextlib.suppress(OverlordError):
-                    remote.call(self._control, "do", [Finish(self.planner.next_step, error)])
+                    remote.tell(self._control, [Finish(self.planner.next_step, error)])
 
     def close(self) -> None:
         self._closed = True

@@ -123,6 +123,10 @@ class ProcessControl(Actors[ProcessRecord]):
         self._check_process()
         return super().call(handle, method, *args)
 
+    def tell(self, handle: Handle, method: str, *args: Any) -> None:
+        self._check_process()
+        super().tell(handle, method, *args)
+
     def kill(self, handle: Handle) -> None:
         """SIGKILL; returns when the process is gone and everyone who waited for it has been told."""
         self._check_process()
@@ -171,7 +175,7 @@ class ProcessControl(Actors[ProcessRecord]):
         with self._start_lock:
             try:
                 self._check_open(record.name)
-                process = forking.context().Process(
+                process = forking.process(
                     target=serve, args=(theirs, record.name, dict(os.environ), factory, args), name=record.name, daemon=False
                 )
                 _begin(process, record.name, factory, args)

@@ -68,7 +68,7 @@ class Questions:
         host, made = self._host, self._blueprint
         return Known(
             job=self.job, names=host.planner.spec.names, indexes=tuple(made.indexes), orders=tuple(made.orders),
-            stages=tuple(host.plans), quarantine=tuple(host.planner.ledger.quarantine), state=host.planner.state(),
+            stages=tuple(host.plans), quarantine=tuple(host.planner.ledger.bad_rows()), state=host.planner.state(),
             start=self._start_state.step, loaders=tuple(loader_name(row) for row in host.figures()["loaders"]),
         )  # fmt: skip
 
@@ -81,11 +81,12 @@ class Questions:
         return self._pump.ask(lambda: self._host.planner.summary_buffer(), "the planner")
 
     def quarantine(self) -> list[dict[str, Any]]:
-        """Rows passed so far that never reached a plan, each with its reason."""
-        rows = self._pump.ask(lambda: list(self._host.planner.ledger.quarantine), "the planner")
+        """Rows passed so far that never reached a plan, each with its reason; and, behind them, samples of which an image could not be
+        decoded: those were delivered, without it, and each reason says in which step."""
+        rows = self._pump.ask(lambda: self._host.planner.ledger.bad_rows(), "the planner")
         indexes = self._blueprint.indexes
         return [
-            {"source": self.job.names[q.source], "epoch": q.epoch, "file": q.file, "row": q.row, "part": 0,
+            {"source": self.job.names[q.source], "epoch": q.epoch, "file": q.file, "row": q.row, "part": q.part,
              "path": indexes[q.source].files[q.file].path if q.file < len(indexes[q.source].files) else "", "reason": q.reason}
             for q in rows
         ]  # fmt: skip

@@ -15,7 +15,7 @@ from overlord.client.client import Box, Inbox, State
 from overlord.errors import JobError, OverlordError
 from overlord.messages import Stage
 from overlord.runtime.delivery import MOVED, Delivery, Outbox, Slabs
-from overlord.runtime.front import FrontDoor, Seat, where_it_stands
+from overlord.runtime.front import Elsewhere, FrontDoor, Seat, where_it_stands
 
 if TYPE_CHECKING:
     from overlord.messages import StreamState
@@ -49,25 +49,6 @@ class Served(str):
         return format(self.address, spec)
 
 
-class Elsewhere:
-    """The box of a seat whose steps never pass through this process."""
-
-    def __init__(self, rank: int, generation: int):
-        self.rank, self.generation = rank, generation
-
-    def put(self, told: Any, bucket: Any) -> None:
-        raise OverlordError(f"rank {self.rank} is served by its constructor host")
-
-    def get(self, timeout_s: float) -> None:
-        raise OverlordError(f"rank {self.rank} is served by its constructor host")
-
-    def end(self, error: BaseException | None, *, drop: bool = False) -> None:
-        """Its client hears of it at the front door."""
-
-    def __len__(self) -> int:
-        return 0
-
-
 class Serving:
     """What a session has that serves: the seats' steps, the front door, and who is there."""
 
@@ -76,6 +57,7 @@ class Serving:
         self.ranks = frozenset(ranks)
         self.prefetch: int = session._options.prefetch
         self._left: set[int] = set()
+        self.excused: frozenset[int] = frozenset()  # ranks that are served by a broadcast: they take no steps here, and may ask
         self._bind = host
         self._afters: dict[int, StreamState] = {}  # of the steps that some client has still to take
         self._last = -1  # the last step that is to be taken
@@ -155,6 +137,20 @@ class Serving:
         known = f"; served to others are ranks {_few(sorted(self.ranks))}"
         raise OverlordError(f"rank {rank} has its client in the session's own process, or none at all{known}")
 
+    def excuse(self, ranks: Iterable[int], idle: Iterable[int]) -> None:
+        """Trainers broadcast to these ranks what another of them fetches: they may ask for the state, and report, and take no steps. For
+        the idle ones no step is kept, and nobody waits for them; the mailboxes of the others are emptied by who fetches for them."""
+        self.excused = frozenset(ranks)
+        for rank in idle:
+            self._session._detach(rank)
+            if self.delivery is not None:
+                self.delivery.forget(rank)
+
+    def admit_served(self, rank: int) -> None:
+        self._session._refuse_closed()
+        if rank not in self.excused:
+            raise OverlordError(f"rank {rank} is served by no broadcast: it connects as a client")
+
     def came(self, rank: int, peer: str) -> None:
         if (seat := self._seat_or_none(rank)) is not None:
             seat.be(there=True, peer=peer)
@@ -211,13 +207,18 @@ class Serving:
 
     # requests, in a thread that may wait
 
-    def carry_out(self, rank: int, request: Mapping[str, Any]) -> Any:
+    def carry_out(self, rank: int, request: Mapping[str, Any], *, served: bool = False) -> Any:
+        """``served``: of a rank that takes no steps here. It has no box that would tell whether the session was moved since."""
         todo: dict[str, Callable[[int, Mapping[str, Any]], Any]] = {
             "start": self._start, "where": self._where, "why": self._why, "export": self._export, "rewind": self._rewind,
             "report": self._report, "refused": self._refused, "detach": self._detach, "crashed": self._crashed,
         }  # fmt: skip
+        if served:
+            todo = {name: todo[name] for name in ("why", "export", "report", "refused")}
         if (act := todo.get(request["ask"])) is None:
             raise OverlordError(f"wanted one of {', '.join(todo)}, found {request['ask']!r:.60}")
+        if served and request.get("generation", self._session._generation) != self._session._generation:
+            raise OverlordError(f"rank {rank}: {MOVED}")
         return act(rank, request)
 
     def _start(self, rank: int, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class Session(Questions, Changes, ServingMethods, LaterMethods):
                     f"rank {rank}: the first step was asked for already, and no step is kept for a rank that comes later; open the "
                     "clients of all ranks of this process before iterating, or load a state on every rank"
                 )
-            inbox = seated or self._host.inbox(rank, self._start_state.step)
+            inbox = self._host.inbox(rank, self._start_state.step) if seated is None else seated  # an empty one is false
             self._inboxes[rank] = (self._generation, inbox)
             client = self._clients[rank] = Client(
                 rank, inbox, begin=self._begin, consumed=lambda box, step: self._consumed(rank, box, step),

@@ -217,7 +217,7 @@ class _Simulation:
         last = next((t.steps[-1]._told for t in ranks if t.steps), None)
         return Run(
             steps={t.rank: t.steps for t in ranks}, error=next((t.error for t in ranks if t.error), None), seconds=self._executor.now,
-            quarantine=list(planner.ledger.quarantine), end_state={} if last is None else self._export(last), states=self._states,
+            quarantine=planner.ledger.bad_rows(), end_state={} if last is None else self._export(last), states=self._states,
             feedback=planner.feedback,
         )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -141,6 +142,7 @@ def _broken_rows(view: pa.Table) -> dict[int, str]:
     return bad
 
 
+@lru_cache(maxsize=256)  # every slice that is read asks
 def _has_text(kind: pa.DataType) -> bool:
     if pa.types.is_nested(kind):
         return any(_has_text(kind.field(k).type) for k in range(kind.num_fields))

@@ -78,9 +78,8 @@ class Parquet:
         except BadFile:
             files.check_readable(file)
             raise
-        blank = _select(footer.schema.to_arrow_schema().empty_table(), options)
         if skip * step >= rows:
-            yield cols.slice_of(first + rows, 0, blank, [], True)
+            yield cols.slice_of(first + rows, 0, _blank(footer, options), [], True)
             return
         done, reason = skip * step, ""
         tables = _slices(files, file, footer, int(chunks.unit[i]), int(chunks.nbytes[i]), options, skip)
@@ -104,7 +103,12 @@ class Parquet:
         # The count of rows is known, so what cannot be decoded is still accounted for, row by row.
         for at in range(done, rows, step):
             n = min(step, rows - at)
-            yield cols.lost(first + at, n, blank, reason, at + n == rows)
+            yield cols.lost(first + at, n, _blank(footer, options), reason, at + n == rows)
+
+
+def _blank(footer: Any, options: ReadOptions) -> pa.Table:
+    """No rows, with the columns that there would be."""
+    return _select(footer.schema.to_arrow_schema().empty_table(), options)
 
 
 def _slices(files: Files, file: File, footer: Any, group: int, nbytes: int, options: ReadOptions, skip: int) -> Iterator[pa.Table]:

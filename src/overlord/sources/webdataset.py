@@ -1,13 +1,17 @@
 """WebDataset: tar shards in which consecutive members with the same key form a sample, one column per extension.
 
 ``a/b.jpg`` and ``a/b.seg.png`` are the columns ``jpg`` and ``seg.png`` of the sample whose ``__key__`` is ``a/b``.
+Two kinds of columns hold lists, for samples of several images: ``images`` has every member that ends as an image does, and a column
+asked for with a ``*`` (``img*.jpg``) has every member that it fits; both in the order of the names, numbers counted (``2`` before ``10``).
 Values are bytes as stored. Pickles, links and devices are refused by name: data is only data.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
     from overlord.sources.files import Files
 
 KEY = "__key__"
+IMAGES = "images"
+IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "gif")
 REFUSED = (".pkl", ".pickle", ".pyd", ".pt", ".pth")  # what other readers would unpickle
 
 
@@ -103,7 +109,7 @@ def _add(cursor: Cursor, group: Group, extension: str, member: Member, options: 
     group.size += member.size  # all members: whether a row is too large must not depend on who reads it
     if group.size > options.max_sample_bytes:
         group.refuse(f"the sample has more than {options.max_sample_bytes} bytes, the source's max_sample_bytes")
-    if load and not group.problem and (options.columns is None or extension in options.columns):
+    if load and not group.problem and (options.columns is None or any(_holds(c, extension) for c in options.columns)):
         group.values[extension] = _bytes(cursor, member)
     else:
         group.values.setdefault(extension, None)
@@ -116,6 +122,35 @@ def split_name(name: str) -> tuple[str, str]:
     return (folder + slash + stem, extension.lower()) if stem and extension else (name, "")
 
 
+def _is_list(column: str) -> bool:
+    return column == IMAGES or "*" in column
+
+
+def _holds(column: str, extension: str) -> bool:
+    """Whether a column has the members of an extension."""
+    if column == IMAGES:
+        return extension.rpartition(".")[2] in IMAGE_ENDINGS
+    return fnmatchcase(extension, column) if "*" in column else extension == column
+
+
+def _listed(group: Group, column: str) -> list[bytes | None]:
+    names = sorted((e for e in group.values if _holds(column, e)), key=_by_number)
+    return [group.values[name] for name in names]
+
+
+def _by_number(name: str) -> list[tuple[int, int, str]]:
+    """Digits count as numbers, so that 2 comes before 10."""
+    return [(0, int(part), part) if part.isdecimal() else (1, 0, part) for part in re.split(r"([0-9]+)", name) if part]
+
+
+def _column(groups: Sequence[Group], name: str) -> pa.Array:
+    if name == KEY:
+        return pa.array([g.key for g in groups], pa.string())
+    if _is_list(name):
+        return pa.array([_listed(g, name) for g in groups], pa.list_(pa.binary()))
+    return pa.array([g.values.get(name) for g in groups], pa.binary())
+
+
 def _bytes(cursor: Cursor, member: Member) -> bytes:
     data = cursor.read(member.data, member.size)
     if len(data) != member.size:
@@ -126,10 +161,7 @@ def _bytes(cursor: Cursor, member: Member) -> bytes:
 def _slice(groups: Sequence[Group], options: ReadOptions, last: bool) -> RawSlice:
     good = [g for g in groups if not g.problem]
     names = options.columns if options.columns is not None else (KEY, *dict.fromkeys(e for g in good for e in g.values))
-    arrays = {
-        name: pa.array([g.key for g in good], pa.string()) if name == KEY else pa.array([g.values.get(name) for g in good], pa.binary())
-        for name in names
-    }
+    arrays = {name: _column(good, name) for name in names}
     table = pa.table(arrays) if arrays else cols.empty(len(good))
     bad = [(i, g.problem) for i, g in enumerate(groups) if g.problem]
     return RawSlice(np.array([g.offset for g in groups], np.int64), table, bad, last)

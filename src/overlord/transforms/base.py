@@ -21,7 +21,7 @@ from overlord.hashing import digest
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from overlord.sample import Column, Ragged
+    from overlord.sample import Column, Items, Ragged
 
 RESERVED_META = ("tokens", "bytes")  # every sample has these
 
@@ -68,6 +68,9 @@ class Block:
     tokens: Ragged  # starts at 0, nothing unused; a view of Arrow memory where nothing had to be cut out
     meta: dict[str, Column]  # "tokens" and "bytes" (int64) and own columns (int64 or float64, or ragged of these)
     bad: list[tuple[int, str]] = field(default_factory=list)  # (input row, reason), ascending
+    items: Items | None = None  # images of the samples; None: the source has none
+    image_bytes_in: int = 0  # of their files
+    image_bytes_out: int = 0  # of their pixels
 
     def __len__(self) -> int:
         return len(self.index)

@@ -37,7 +37,7 @@ def plain(table: pa.Table) -> pa.Table:
     return table
 
 
-def _kind(table: pa.Table, name: str, wanted: str) -> pa.DataType:
+def kind_of(table: pa.Table, name: str, wanted: str) -> pa.DataType:
     at = table.schema.get_field_index(name)
     if at < 0:
         known = [n for n in table.column_names if not n.startswith(HIDDEN)]
@@ -48,7 +48,7 @@ def _kind(table: pa.Table, name: str, wanted: str) -> pa.DataType:
 
 def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
     """One column as one array; no copy when the table has one chunk, as a slice that was just read has."""
-    _kind(table, name, wanted)
+    kind_of(table, name, wanted)
     chunked = table.column(name)
     found = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
     if isinstance(found, pa.ChunkedArray):  # combine_chunks of no chunk at all
@@ -57,7 +57,7 @@ def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
 
 
 def check_ids(table: pa.Table, name: str) -> None:
-    kind = _kind(table, name, "lists of token ids")
+    kind = kind_of(table, name, "lists of token ids")
     if pt.is_null(kind):
         return
     if pt.is_fixed_size_list(kind) or pt.is_list(kind) or pt.is_large_list(kind):
@@ -75,16 +75,16 @@ def read_ids(table: pa.Table, name: str) -> tuple[Ragged, Bad]:
     """
     check_ids(table, name)
     array = column(table, name, "lists of token ids")
-    bad = {int(i): f"{name} is null or missing" for i in _null_rows(array)}
+    bad = {int(i): f"{name} is null or missing" for i in null_rows(array)}
     if pt.is_null(array.type):
         return Ragged(np.zeros(0, np.uint32), np.zeros(len(array) + 1, np.int64)), bad
-    values, offsets = _lists(array)
+    values, offsets = lists(array)
     ids, faults = _numbers(values)
     _blame(bad, name, offsets, [*faults, *_out_of_range(ids)])
     return Ragged(_narrow(ids), offsets), bad
 
 
-def _lists(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
+def lists(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
     """A list column as its flat values, nothing unused, and offsets into them."""
     if pt.is_fixed_size_list(array.type):
         offsets = (np.arange(len(array) + 1, dtype=np.int64) + array.offset) * array.type.list_size
@@ -107,7 +107,7 @@ def _numbers(values: pa.Array) -> tuple[np.ndarray, list[tuple[np.ndarray, str]]
     if pt.is_null(values.type):
         return np.zeros(len(values), np.uint32), [(np.arange(len(values)), "holds a null id")] if len(values) else []
     if values.null_count:
-        faults.append((_null_rows(values), "holds a null id"))
+        faults.append((null_rows(values), "holds a null id"))
         values = values.fill_null(0)
     ids = values.to_numpy(zero_copy_only=False)
     if ids.dtype.kind == "f":  # JSON: one row with a fraction makes the whole column floating
@@ -132,7 +132,7 @@ def _narrow(ids: np.ndarray) -> np.ndarray:
 
 
 def check_texts(table: pa.Table, name: str) -> None:
-    kind = _kind(table, name, "text")
+    kind = kind_of(table, name, "text")
     if not (_is_bytes(kind) or pt.is_string(kind) or pt.is_large_string(kind) or pt.is_null(kind)):
         raise Unfit(f"column {name!r} has the type {kind}; text (string) wanted")
 
@@ -154,7 +154,7 @@ def read_texts(table: pa.Table, name: str) -> tuple[list[str], Bad]:
         except UnicodeDecodeError:  # Parquet does not check what a writer calls a string
             texts = [_decoded(i, s.as_buffer().to_pybytes() if s.is_valid else None, name, bad) for i, s in enumerate(array)]
     if array.null_count:
-        bad |= {int(i): f"{name} is null or missing" for i in _null_rows(array)}
+        bad |= {int(i): f"{name} is null or missing" for i in null_rows(array)}
         texts = [text if text is not None else "" for text in texts]
     return texts, bad
 
@@ -168,7 +168,7 @@ def _decoded(i: int, raw: bytes | None, name: str, bad: Bad) -> str:
 
 
 def check_numbers(table: pa.Table, name: str) -> None:
-    kind = _kind(table, name, "numbers")
+    kind = kind_of(table, name, "numbers")
     if not (pt.is_integer(kind) or pt.is_floating(kind) or pt.is_boolean(kind) or pt.is_null(kind)):
         raise Unfit(f"column {name!r} has the type {kind}; numbers wanted")
 
@@ -179,7 +179,7 @@ def read_numbers(table: pa.Table, name: str) -> tuple[np.ndarray, Bad]:
     array = column(table, name, "numbers")
     if pt.is_null(array.type):
         return np.zeros(len(array), np.int64), dict.fromkeys(range(len(array)), f"{name} is null or missing")
-    bad = {int(i): f"{name} is null or missing" for i in _null_rows(array)}
+    bad = {int(i): f"{name} is null or missing" for i in null_rows(array)}
     if array.null_count:
         array = array.fill_null(False if pt.is_boolean(array.type) else 0)
     return plain_numbers(array.to_numpy(zero_copy_only=False), name, bad)
@@ -187,7 +187,7 @@ def read_numbers(table: pa.Table, name: str) -> tuple[np.ndarray, Bad]:
 
 def check_meta(table: pa.Table, name: str) -> None:
     """Numbers, or lists of them."""
-    kind = _kind(table, name, "numbers")
+    kind = kind_of(table, name, "numbers")
     if not _is_lists(kind):
         check_numbers(table, name)
     elif not (pt.is_integer(kind.value_type) or pt.is_floating(kind.value_type) or pt.is_null(kind.value_type)):
@@ -204,9 +204,9 @@ def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
     array = column(table, name, "numbers")
     if not _is_lists(array.type):
         return read_numbers(table, name)
-    bad = {int(i): f"{name} is null or missing" for i in _null_rows(array)}
-    flat, offsets = _lists(array)
-    faults = [(_null_rows(flat), "holds a null")]
+    bad = {int(i): f"{name} is null or missing" for i in null_rows(array)}
+    flat, offsets = lists(array)
+    faults = [(null_rows(flat), "holds a null")]
     if pt.is_null(flat.type) or flat.null_count:
         flat = flat.cast(pa.int64()).fill_null(0) if pt.is_null(flat.type) else flat.fill_null(0)
     values, wide = plain_numbers(flat.to_numpy(zero_copy_only=False), "", {})
@@ -226,7 +226,7 @@ def meta_rows(chunked: pa.ChunkedArray, row: np.ndarray, part: np.ndarray) -> Co
         numbers: np.ndarray = chunked.to_numpy()[row]
         return numbers
     array = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
-    flat, offsets = _lists(array)
+    flat, offsets = lists(array)
     items = Ragged(flat.to_numpy(zero_copy_only=False), np.append(offsets, offsets[-1]))  # one row more, without items
     return items.take(np.where(part == 0, row, len(offsets) - 1))
 
@@ -253,7 +253,7 @@ def plain_numbers(values: np.ndarray, name: str, bad: Bad) -> tuple[np.ndarray, 
     return values.astype(np.int64), bad
 
 
-def _null_rows(array: pa.Array) -> np.ndarray:
+def null_rows(array: pa.Array) -> np.ndarray:
     if not array.null_count:
         return np.zeros(0, np.int64)
     return np.flatnonzero(pc.is_null(array).to_numpy(zero_copy_only=False))

@@ -15,12 +15,13 @@ from overlord.transforms.columns import Bad, plain, to_columns, to_rows
 class Frame:
     """Rows on their way through a stage: which input rows they are, and what became of the others."""
 
-    __slots__ = ("bad", "dropped", "index", "table")
+    __slots__ = ("bad", "dropped", "index", "laid", "table")
 
     def __init__(self, table: pa.Table) -> None:
         self.table, self.index = plain(table), np.arange(table.num_rows)
         self.bad: list[tuple[int, str]] = []
         self.dropped = 0
+        self.laid: Any = None  # images of the rows (imagerows.Laid), once they are read
 
     def put(self, name: str, values: pa.Array) -> None:
         at = self.table.column_names.index(name) if name in self.table.column_names else -1

@@ -42,6 +42,8 @@ from overlord.transforms.columns import (
     unequal_items,
 )
 from overlord.transforms.frame import Frame, join_rows, run_each, run_whole, said
+from overlord.transforms.imagerows import CHANCE, ITEM, add_items, check_images, find_images, run_images
+from overlord.transforms.images import META, Images
 from overlord.transforms.text import Encoder, Tokenize, build_encoder
 
 IDS = "tokens"  # the column that holds the ids, whatever it was called in the file
@@ -58,7 +60,9 @@ class Pipeline:
         self._cut = code[-1] + 1 if code else 0
         self.holds_lock: bool = any(t.holds_lock for t in self.transforms)
         self.columns: tuple[str, ...] | None = self._raw_columns()
-        names = self.meta_names = tuple(t.name for t in self.transforms if isinstance(t, Meta))
+        self._images = find_images(source, self.transforms)
+        self._image_bytes = [0, 0]  # of files and of pixels so far: what place="auto" goes by
+        names = self.meta_names = tuple(t.name for t in self.transforms if isinstance(t, Meta)) + (META if self._images else ())
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise TransformError(source, "Meta", f"the name {twice[0]!r} is used twice", "metadata needs names of its own")
         self._twins = [(a, b) for a in names for b in names if a != b and _describes(a, b)]
@@ -66,6 +70,8 @@ class Pipeline:
         self._encoders: dict[int, Encoder] = {i: build_encoder(t, source) for i, t in enumerate(self.transforms) if isinstance(t, Tokenize)}
         # Fixed for the source: files of other widths may share a batch with a row, and then it is held as wide as they are.
         self._id_bytes = max((e.dtype.itemsize for e in self._encoders.values()), default=4)
+        if self._images is not None:
+            self._id_bytes = max(self._id_bytes, np.min_scalar_type(self._images.placeholder).itemsize)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.source, self.transforms, self.seed, self.context, self.on_long)
@@ -86,6 +92,8 @@ class Pipeline:
     def slice_stage(self, table: pa.Table, ids: RowIds) -> Staged:
         """Runs user code over one slice of the stream. Without user code the slice itself comes back."""
         frame = Frame(table)
+        if self._images is not None and self._images.by_chance:
+            frame.put(CHANCE, pa.array(keyed_hash(key64("images", self.seed, self.source), ids.epoch, ids.file, ids.row)))
         for position in range(self._cut):
             try:
                 self._run(position, frame, ids)
@@ -143,7 +151,11 @@ class Pipeline:
         meta: dict[str, Column] = {"tokens": size, "bytes": size * self._id_bytes}
         for name in self.meta_names:
             meta[name] = meta_rows(frame.table.column(HIDDEN + name), row, part)
-        return Block(frame.index[row], part, tokens, meta, sorted(frame.bad))
+        block = Block(frame.index[row], part, tokens, meta, sorted(frame.bad))
+        if frame.laid is not None:
+            assert self._images is not None
+            add_items(block, frame, meta_rows(frame.table.column(ITEM), row, part), self._images, self._image_bytes)
+        return block
 
     def _between(self) -> list[tuple[Transform | None, str, Callable[[pa.Table, str], None]]]:
         """What the row stage reads: by which transform, which column, and how its type is checked."""
@@ -151,7 +163,7 @@ class Pipeline:
         needs: list[tuple[Transform | None, str, Callable[[pa.Table, str], None]]] = []
         for t in rest:
             if not isinstance(t, Select):
-                check = check_texts if isinstance(t, Tokenize) else check_ids if isinstance(t, Tokens) else check_meta
+                check = _CHECKS.get(type(t), check_meta)
                 needs += [(t, name, check) for name in _used(t)]
         if not any(isinstance(t, (Tokenize, Tokens)) for t in rest):
             needs.append((None, IDS, check_ids))
@@ -216,6 +228,8 @@ class Pipeline:
                 frame.put(IDS, frame.table.column(t.column))
         elif isinstance(t, Select):
             _select(frame, t, made=[IDS] if any(isinstance(p, (Tokenize, Tokens)) for p in self.transforms[:position]) else [])
+        elif isinstance(t, Images):
+            run_images(frame, t, context=self.context, on_long=self.on_long)
         elif isinstance(t, Meta):
             self._meta(frame, t)
         elif isinstance(t, Filter):
@@ -305,12 +319,15 @@ def _describes(name: str, items: str) -> bool:
     return what in ("tokens", "offset") and stem == items.rpartition("_")[0] != "" and items.rpartition("_")[2] not in ("tokens", "offset")
 
 
+_CHECKS: dict[type, Callable[[pa.Table, str], None]] = {Tokenize: check_texts, Tokens: check_ids, Images: check_images}
+
+
 def _used(t: Transform) -> tuple[str, ...]:
     if isinstance(t, Tokenize):
         return (t.text,)
     if isinstance(t, Tokens):
         return (t.column,)
-    if isinstance(t, Select):
+    if isinstance(t, (Select, Images)):
         return t.columns
     return (t.value,) if isinstance(t, Meta) and isinstance(t.value, str) else ()
 

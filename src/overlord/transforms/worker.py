@@ -22,7 +22,7 @@ import pyarrow as pa
 from overlord import forking
 from overlord.errors import ActorLost, DataStall, TransformError
 from overlord.forking import UNGUARDED, how_it_ended
-from overlord.sample import Column, Ragged
+from overlord.sample import Column, Items, Ragged
 from overlord.transforms.base import Block, RowIds, Staged
 from overlord.transforms.pipeline import Pipeline
 
@@ -45,6 +45,7 @@ class Reply(msgspec.Struct, frozen=True):
     table: bool = False
     bad: list[tuple[int, str]] = []
     dropped: int = 0
+    image_bytes: tuple[int, int] = (0, 0)  # in files, as pixels
     error: list[str] | None = None  # TransformError's fields, or [name, text] of anything else
 
 
@@ -84,7 +85,8 @@ class TransformWorker:
         meta: dict[str, Column] = {name.removeprefix("meta."): out[name] for name in names if name.startswith("meta.")}
         for name in (n.removeprefix("offsets.") for n in names if n.startswith("offsets.")):
             meta[name] = Ragged(out[f"meta.{name}"], out[f"offsets.{name}"])
-        return Block(out["index"], out["part"], Ragged(out["values"], out["offsets"]), meta, reply.bad)
+        items = Items(Ragged(out["items"], out["items.offsets"]), out["items.counts"]) if "items" in out else None
+        return Block(out["index"], out["part"], Ragged(out["values"], out["offsets"]), meta, reply.bad, items, *reply.image_bytes)
 
     def close(self) -> None:
         """Ends the child: it leaves when its pipe closes, and is killed when it does not."""
@@ -174,10 +176,9 @@ def _spawn(pipeline: Pipeline, name: str, deadline_s: float) -> _Child:
                 "use a function of a module, not a lambda or an inner function",
             )
             raise TransformError(pipeline.source, repr(transform), problem, remedy) from fault
-    context = forking.context()
-    ours, theirs = context.Pipe(duplex=True)
+    ours, theirs = forking.context().Pipe(duplex=True)
     _set_deadline(ours, deadline_s)
-    process = context.Process(target=_serve, args=(theirs, pipeline), name=name, daemon=True)
+    process = forking.process(target=_serve, args=(theirs, pipeline), name=name, daemon=True)
     try:
         process.start()
     except BaseException:
@@ -224,7 +225,12 @@ def _work(pipeline: Pipeline, call: Call, rows: np.ndarray | None, table: pa.Tab
     arrays = {"index": block.index, "part": block.part, "values": block.tokens.values, "offsets": block.tokens.offsets}
     arrays |= {f"meta.{name}": c.values if isinstance(c, Ragged) else c for name, c in block.meta.items()}
     arrays |= {f"offsets.{name}": c.offsets for name, c in block.meta.items() if isinstance(c, Ragged)}
-    return Reply([(name, a.dtype.str) for name, a in arrays.items()], False, block.bad), [_raw(a) for a in arrays.values()]
+    if block.items is not None:
+        items = block.items.bytes.compact()
+        arrays |= {"items": items.values, "items.offsets": items.offsets, "items.counts": block.items.counts}
+    sizes = (block.image_bytes_in, block.image_bytes_out)
+    reply = Reply([(name, a.dtype.str) for name, a in arrays.items()], False, block.bad, image_bytes=sizes)
+    return reply, [_raw(a) for a in arrays.values()]
 
 
 def _send(pipe: Connection, header: Call | Reply, parts: list[Any]) -> None:

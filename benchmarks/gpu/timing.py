@@ -1,0 +1,139 @@
+"""Times of pieces of work on a device, and who it was: what the programs here share.
+
+On a GPU the pieces are queued and timed by events, so that Python is no part of their time as long as it is ahead.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import torch
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+AHEAD = 24  # pieces that are queued before the first is waited for
+Work = Callable[[], None]
+
+
+def device_of(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device here: --device cpu --tiny shows that the program runs, and measures nothing")
+    if name == "cpu":
+        torch.set_num_threads(1)  # nothing is measured there, and models so small only wait for their threads
+    return torch.device(name)
+
+
+def settle(device: torch.device) -> None:
+    """Until all that was queued is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(pieces: Iterable[Work], device: torch.device) -> np.ndarray:
+    """Of every piece, one after another."""
+    if device.type != "cuda":
+        return np.array([_host_seconds(piece) for piece in pieces])
+    found: list[float] = []
+    queued: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    for piece in pieces:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        piece()
+        end.record()
+        queued.append((start, end))
+        if len(queued) == AHEAD:
+            found += _elapsed(queued)
+            queued = []
+    return np.array(found + _elapsed(queued))
+
+
+def _host_seconds(piece: Work) -> float:
+    start = time.perf_counter()
+    piece()
+    return time.perf_counter() - start
+
+
+def _elapsed(queued: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> list[float]:
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in queued]
+
+
+def all_seconds(pieces: Sequence[Work], device: torch.device, *, passes: int, seed: int = 0) -> np.ndarray:
+    """[passes, pieces], each pass in an order drawn anew: a GPU that gets warmer slows all of them alike."""
+    drawn, found = np.random.default_rng(seed), np.empty((passes, len(pieces)))
+    for p in range(passes):
+        order = drawn.permutation(len(pieces))
+        found[p, order] = seconds_of([pieces[i] for i in order], device)
+    return found
+
+
+def median_seconds(pieces: Sequence[Work], device: torch.device, *, passes: int, seed: int = 0) -> np.ndarray:
+    """Of each piece."""
+    return np.median(all_seconds(pieces, device, passes=passes, seed=seed), axis=0)
+
+
+def warm_up(pieces: Sequence[Work], device: torch.device, least_s: float) -> None:
+    """Every piece once, and then until the clocks of the device have come to rest."""
+    start = time.perf_counter()
+    for piece in pieces:
+        piece()
+    settle(device)
+    while time.perf_counter() - start < least_s:
+        for piece in pieces:
+            piece()
+        settle(device)
+
+
+def machine(device: torch.device) -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    where = f"{len(os.sched_getaffinity(0))} CPUs ({cpu})"
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        where = f"{card.name} ({card.total_memory / 2**30:.0f} GiB), {where}"
+    running = f" {clocks()}" if device.type == "cuda" else ""
+    return f"{where}, Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}.{running}"
+
+
+def clocks() -> str:
+    """What the GPU runs at just now, where its tool is there: power limits make its clock move by percents."""
+    try:
+        asked = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.max.sm,power.draw,power.limit,temperature.gpu", "--format=csv,noheader"]
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.strip().splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return ""
+    return "Clock, its maximum, power, its limit and temperature at the end: " + said + "."
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def command_line(program: str) -> str:
+    """How this page was made, without where it was written."""
+    words = sys.argv[1:]
+    if "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    return " ".join(["python", program, *words])
+
+
+def save(name: str, text: str, folder: Path) -> Path:
+    """The dated page; ``$OUT`` where the machine's files come back from there, else benchmarks/results."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{date.today().isoformat()}-gpu-{name}.md"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def default_folder() -> Path:
+    return Path(os.environ["OUT"]) if os.environ.get("OUT") else RESULTS

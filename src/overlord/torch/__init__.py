@@ -1,0 +1,62 @@
+"""Overlord for torch trainers: ``import overlord.torch as ot``. Names are loaded when first used; torch comes with the first of them.
+
+``pip install 'overlord[torch]'``. A guide: docs/torch.md; what each framework wants, key by key: docs/frameworks.md.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "tensors": "overlord.torch.steps", "TensorStep": "overlord.torch.steps", "TensorMicrobatch": "overlord.torch.steps",
+    "DevicePrefetcher": "overlord.torch.device",
+    "Dataset": "overlord.torch.dataset", "StatefulLoader": "overlord.torch.dataset",
+    "LoaderState": "overlord.torch.checkpoint", "save_state": "overlord.torch.checkpoint", "load_state": "overlord.torch.checkpoint",
+    "token_loss": "overlord.torch.loss", "source_losses": "overlord.torch.loss", "token_losses": "overlord.torch.loss",
+    "join": "overlord.torch.joining", "BroadcastClient": "overlord.torch.broadcast",
+    **dict.fromkeys(("route", "place_rows", "Exchange", "tied", "share_rows"), "overlord.torch.routing"),
+}  # fmt: skip
+_MODULES = {"adapters": "overlord.torch.adapters"}
+
+__all__ = [*_HOME, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME and name not in _MODULES:
+        raise AttributeError(f"module 'overlord.torch' has no attribute {name!r}")
+    try:
+        module = import_module(_MODULES.get(name) or _HOME[name])
+    except ModuleNotFoundError as missing:
+        if missing.name is not None and missing.name.partition(".")[0] == "torch":
+            raise ImportError(f"overlord.torch.{name} needs torch: pip install 'overlord[torch]'") from missing
+        raise
+    value: Any = module if name in _MODULES else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if TYPE_CHECKING:
+    from overlord.torch import adapters as adapters
+    from overlord.torch.broadcast import BroadcastClient as BroadcastClient
+    from overlord.torch.checkpoint import LoaderState as LoaderState
+    from overlord.torch.checkpoint import load_state as load_state
+    from overlord.torch.checkpoint import save_state as save_state
+    from overlord.torch.dataset import Dataset as Dataset
+    from overlord.torch.dataset import StatefulLoader as StatefulLoader
+    from overlord.torch.device import DevicePrefetcher as DevicePrefetcher
+    from overlord.torch.joining import join as join
+    from overlord.torch.loss import source_losses as source_losses
+    from overlord.torch.loss import token_loss as token_loss
+    from overlord.torch.loss import token_losses as token_losses
+    from overlord.torch.routing import Exchange as Exchange
+    from overlord.torch.routing import place_rows as place_rows
+    from overlord.torch.routing import route as route
+    from overlord.torch.routing import share_rows as share_rows
+    from overlord.torch.routing import tied as tied
+    from overlord.torch.steps import TensorMicrobatch as TensorMicrobatch
+    from overlord.torch.steps import TensorStep as TensorStep

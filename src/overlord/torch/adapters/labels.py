@@ -1,0 +1,79 @@
+"""Labels from one convention to the other, document by document.
+
+Shifted: the label of a token is the next token of its document (Megatron, torchtitan). Unshifted: it is the token itself, and the model
+shifts (Hugging Face). Either has a label for the same predictions, one place apart, so nothing is lost on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from overlord.client.step import Microbatch
+from overlord.errors import JobError
+from overlord.torch.facts import IGNORE, SHIFTED, UNSHIFTED, Facts
+from overlord.torch.steps import TensorMicrobatch, as_tensor
+
+CONVENTIONS = (SHIFTED, UNSHIFTED)
+
+
+def converted(mb: Mapping[str, Any], wanted: str, given: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels and loss mask of a microbatch in the wanted convention. ``given``: the job's ``Batch.labels``; by default told from them."""
+    for name, value in (("wanted", wanted), ("given", given or wanted)):
+        if value not in CONVENTIONS:
+            raise JobError([f"{name}: unknown labels convention {value!r}; known: {', '.join(CONVENTIONS)}"], "labels")
+    facts = Facts.of(mb)
+    labels, mask = as_tensor(mb["labels"]), as_tensor(mb["loss_mask"])
+    has = given or facts.labels
+    if not has and facts.sliced and wanted == UNSHIFTED:
+        raise JobError([_NO_SLICES.format(have="labels", wanted=wanted)], "labels")
+    if not has or has == wanted:  # no label to tell it from, or one in the right place
+        return labels, mask
+    if facts.sliced:
+        raise JobError([_NO_SLICES.format(have=f"{has} labels", wanted=wanted)], "labels")
+    return _moved(labels, mb, wanted, IGNORE), _moved(mask, mb, wanted, 0)
+
+
+_NO_SLICES = (
+    "this is a slice of a microbatch, cut for context parallelism; its {have} cannot be made {wanted}, since neighbours of tokens are on "
+    "other ranks. Say Batch(labels={wanted!r}) in the job, whose labels are made before slices are cut"
+)
+
+
+def _moved(values: torch.Tensor, mb: Mapping[str, Any], wanted: str, nothing: int) -> torch.Tensor:
+    """One place up or down; what would come from another document is nothing."""
+    by = -1 if wanted == SHIFTED else 1
+    moved = values.roll(by, dims=-1)
+    if values.dim() == 2:
+        moved[:, -1 if by < 0 else 0] = nothing
+    else:
+        bounds = as_tensor(mb["cu_seqlens_padded"]).to(device=values.device, dtype=torch.int64)
+        moved[bounds[1:] - 1 if by < 0 else bounds[:-1]] = nothing
+    return moved
+
+
+def has_keys(mb: Mapping[str, Any], keys: tuple[str, ...], adapter: str) -> None:
+    """What an adapter needs is there; else what is missing, and why."""
+    missing = [key for key in keys if key not in mb]
+    if missing and "cu_seqlens" not in mb and isinstance(mb, (Microbatch, TensorMicrobatch)):
+        mb[missing[0]]  # of a rank that is served by another: its KeyError says by whom
+    if missing:
+        why = "say Batch(layout='padded')" if missing == ["attention_mask"] else "each stage of a pipeline gets its own keys only"
+        found = f"found {', '.join(mb)}; {why}"
+        raise JobError([f"wanted {', '.join(missing)} in the microbatch, {found}"], adapter)
+
+
+def need(mb: Mapping[str, Any], keys: tuple[str, ...], adapter: str, *, padded: bool = False, whole: bool = True) -> Facts:
+    """Facts of a microbatch that an adapter can take; else what is wrong with it."""
+    has_keys(mb, keys, adapter)
+    facts = Facts.of(mb)
+    if facts.padded and not padded:
+        raise JobError(["wanted the packed layout, found rows of Batch(layout='padded')"], adapter)
+    if whole and facts.sliced:
+        raise JobError(
+            [f"wanted whole microbatches, found a slice of {facts.here} of {facts.tokens} tokens, cut for context parallelism; "
+             "say Batch(cp_split='none'), and let the framework cut"], adapter,
+        )  # fmt: skip
+    return facts

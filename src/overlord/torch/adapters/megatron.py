@@ -1,0 +1,123 @@
+"""What Megatron-Core reads: the packed (THD) batch of its sequence-packing code, and ``PackedSeqParams``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from overlord.errors import JobError
+from overlord.torch.adapters.huggingface import document_of
+from overlord.torch.adapters.labels import converted, has_keys, need
+from overlord.torch.facts import SHIFTED, Facts
+from overlord.torch.steps import TensorMicrobatch, as_tensor
+
+TOKEN_KEYS = ("tokens", "position_ids", "labels", "loss_mask")
+
+
+@dataclass(slots=True, kw_only=True)
+class PackedSeqParams:
+    """The fields of Megatron-Core's class of this name, where that is not installed: attention reads them by name."""
+
+    qkv_format: str | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_kv: torch.Tensor | None = None
+    cu_seqlens_q_padded: torch.Tensor | None = None
+    cu_seqlens_kv_padded: torch.Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+    local_cp_size: int | None = None
+    cp_group: Any = None
+    total_tokens: int | None = None
+    seq_idx: torch.Tensor | None = None
+
+
+class Batch(NamedTuple):
+    """What Megatron's ``get_batch`` for packed sequences returns, in its order."""
+
+    tokens: torch.Tensor | None
+    labels: torch.Tensor | None
+    loss_mask: torch.Tensor | None
+    attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    packed_seq_params: Any
+    padding_mask: torch.Tensor | None
+
+
+def packed(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, Any]:
+    """The dict that its data iterator yields for a microbatch, for the stage this rank is: tensors flat, ``max_seqlen`` an int32 scalar
+    on the host, labels shifted. Already sliced for CP where the job says so: then do not slice again."""
+    need(mb, ("cu_seqlens", "cu_seqlens_padded", "max_seqlen"), "megatron.packed", whole=False)
+    made = {key: as_tensor(mb[key]) for key in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "tokens", "position_ids") if key in mb}
+    if "labels" in mb:
+        made["labels"], made["loss_mask"] = converted(mb, SHIFTED, given)
+    return made
+
+
+def packed_seq_params(mb: Mapping[str, Any], *, true_lengths: bool = False, **more: Any) -> Any:
+    """``PackedSeqParams`` of a microbatch: Megatron's own class where it can be imported, else ours with the same fields.
+
+    As in Megatron, all four ``cu_seqlens`` are the padded ones, which Transformer Engine wants; ``true_lengths`` puts the true
+    ones into ``cu_seqlens_q`` and ``cu_seqlens_kv``. They are those of the whole microbatch, also on a slice of CP. ``more``: other fields.
+    """
+    has_keys(mb, ("cu_seqlens", "cu_seqlens_padded", "max_seqlen"), "megatron.packed_seq_params")
+    bounds, longest = as_tensor(mb["cu_seqlens_padded"]), int(mb["max_seqlen"])
+    lengths = as_tensor(mb["cu_seqlens"]) if true_lengths else bounds
+    return _class()(
+        qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths, cu_seqlens_q_padded=bounds, cu_seqlens_kv_padded=bounds,
+        max_seqlen_q=longest, max_seqlen_kv=longest, **more,
+    )  # fmt: skip
+
+
+def padding_mask(mb: Mapping[str, Any], index: Any = None) -> torch.Tensor:
+    """True on padding, [1, tokens]: mixtures of experts leave it out. ``index``: for a slice of CP, which token of the whole microbatch
+    each of its tokens is (``overlord.constructor.views.slice_index``)."""
+    has_keys(mb, ("cu_seqlens", "cu_seqlens_padded"), "megatron.padding_mask")
+    lengths, bounds = as_tensor(mb["cu_seqlens"]).to(torch.int64), as_tensor(mb["cu_seqlens_padded"]).to(torch.int64)
+    if index is None:
+        at = torch.arange(Facts.of(mb).tokens, device=bounds.device)
+    else:
+        at = torch.as_tensor(index, device=bounds.device)
+    document = document_of(at, bounds)
+    return (at - bounds[:-1][document] >= lengths.diff()[document])[None]
+
+
+def get_batch(
+    iterator: Iterator[Mapping[str, Any]] | None, *, device: torch.device | str | None = None, given: str | None = None, **more: Any
+) -> Batch:
+    """The next microbatch as Megatron's forward step unpacks it: ``tokens, labels, loss_mask, attention_mask, position_ids,
+    packed_seq_params, padding_mask``; [1, tokens], None for what this stage does not have.
+
+    ``iterator``: ``client.microbatches()``, or of a ``DevicePrefetcher`` or a ``BroadcastClient``; every rank has one, also TP ranks that
+    another serves. Nothing is left to broadcast or to slice. ``padding_mask`` is None where this rank does not hold all the tokens.
+    """
+    if iterator is None:
+        raise JobError(["wanted an iterator of microbatches on every rank, found None; client.microbatches() is one"], "megatron.get_batch")
+    mb = next(iterator)
+    mb = mb if isinstance(mb, TensorMicrobatch) else TensorMicrobatch.of(mb)
+    mb = mb if device is None else mb.to(device)
+    if mb.facts.padded:
+        return _rows(mb, given)
+    made = packed(mb, given=given)
+    mask = padding_mask(mb) if mb.facts.here == mb.facts.tokens else None
+    found = {key: made[key][None] if key in made else None for key in TOKEN_KEYS}
+    params = packed_seq_params(mb, **more)
+    return Batch(found["tokens"], found["labels"], found["loss_mask"], None, found["position_ids"], params, mask)
+
+
+def _rows(mb: Mapping[str, Any], given: str | None) -> Batch:
+    """The padded layout, [rows, context]: attention is causal, so that padding at the end of a row needs no mask."""
+    found: dict[str, Any] = {key: as_tensor(mb[key]) if key in mb else None for key in TOKEN_KEYS}
+    if "labels" in mb:
+        found["labels"], found["loss_mask"] = converted(mb, SHIFTED, given)
+    return Batch(found["tokens"], found["labels"], found["loss_mask"], None, found["position_ids"], None, None)
+
+
+def _class() -> Any:
+    try:
+        return import_module("megatron.core.packed_seq_params").PackedSeqParams
+    except (ImportError, AttributeError):
+        return PackedSeqParams

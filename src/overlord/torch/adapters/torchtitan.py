@@ -1,0 +1,38 @@
+"""What torchtitan's trainer reads: ``({"input", "positions", ...}, labels)``, flat, labels shifted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from overlord.errors import JobError
+from overlord.torch.adapters.labels import converted, need
+from overlord.torch.facts import IGNORE, SHIFTED
+from overlord.torch.steps import as_tensor
+
+IMAGE_KEYS = ("pixel_values", "grid_thw")
+
+
+def flat(mb: Mapping[str, Any], *, tokens: int | None = None, given: str | None = None) -> tuple[dict[str, Any], torch.Tensor]:
+    """One batch of its trainer. A document begins where ``positions`` is 0; masks are made from that.
+
+    ``tokens``: pad to as many, with input 0, label -100 and positions of a document of their own, as its collator does: for compiled
+    models and CUDA graphs. Its trainer cuts for CP itself (``Batch(cp_split="none")``). ``given``: the job's ``Batch.labels``, where it
+    cannot be told.
+    """
+    need(mb, ("tokens", "position_ids", "labels", "loss_mask"), "torchtitan.flat")
+    labels, _ = converted(mb, SHIFTED, given)
+    ids, positions = as_tensor(mb["tokens"]), as_tensor(mb["position_ids"])
+    if tokens is not None:
+        more = tokens - len(ids)
+        if more < 0:
+            raise JobError(
+                [f"tokens: wanted at least the {len(ids)} of the microbatch, found {tokens}; give Batch.context"], "torchtitan.flat"
+            )
+        ids, labels = F.pad(ids, (0, more)), F.pad(labels, (0, more), value=IGNORE)
+        positions = torch.cat((positions, torch.arange(more, dtype=positions.dtype, device=positions.device)))
+    images = {key: as_tensor(mb[key]) for key in IMAGE_KEYS if key in mb}
+    return {"input": ids, "positions": positions, **images}, labels

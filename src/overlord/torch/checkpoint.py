@@ -1,0 +1,102 @@
+"""The loader's state in a checkpoint: as a part of torch's distributed checkpoint, or as a file of JSON beside one of any kind.
+
+The state is small, the same on every rank and valid on any mesh, so it is stored once and every rank loads the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from overlord.errors import OverlordError, StateMismatch
+
+KEY = "overlord"
+FILE = "overlord.json"
+REMEDY = "save and load what state_dict() gave, unchanged"
+
+
+class LoaderState:
+    """A ``Stateful`` for ``torch.distributed.checkpoint``: ``dcp.save({"model": ..., "loader": ot.LoaderState(client)}, ...)``.
+
+    ``loader``: whatever has ``state_dict`` and ``load_state_dict``: a client, a ``DevicePrefetcher``, a ``StatefulLoader``. The state is
+    one string of JSON: DCP stores the value once for all ranks, whatever its length, and gives it to each.
+    """
+
+    def __init__(self, loader: Any, allow: tuple[str, ...] = ()):
+        self.loader, self.allow = loader, tuple(allow)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Asked for before loading too, when it may be too late for one: another rank has loaded the state and moved the session."""
+        try:
+            return {KEY: json.dumps(self.loader.state_dict(), sort_keys=True)}
+        except OverlordError as fault:
+            return {KEY: _Unsaid(fault)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping) or not isinstance(text := state.get(KEY), str):
+            found = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise StateMismatch({"form": (f"{found or 'nothing'}", f"a string under {KEY!r}")}, REMEDY)
+        loaded = _parsed(text, "the checkpoint")
+        if self.allow:
+            self.loader.load_state_dict(loaded, self.allow)
+        else:
+            self.loader.load_state_dict(loaded)
+
+
+class _Unsaid:
+    """In place of a state that cannot be had. Whoever saves it is told why; loading puts a state in its place."""
+
+    def __init__(self, fault: OverlordError):
+        self.fault = fault
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise self.fault
+
+
+def save_state(loader: Any, path: str | os.PathLike[str]) -> Path:
+    """Write the state as JSON, whole or not at all. ``path``: a file, or a folder, in which it is called overlord.json.
+
+    All ranks may call it: the state is the same, and rank 0 writes it.
+    """
+    target = _file(path)
+    if _rank_of(loader) == 0:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{os.getpid()}")
+        with open(partial, "w", encoding="utf-8") as out:
+            json.dump(loader.state_dict(), out, sort_keys=True)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(partial, target)
+    return target
+
+
+def _rank_of(loader: Any) -> int:
+    """Its own, its client's, or that of the process: two ranks that write one file are one too many."""
+    for holder in (loader, getattr(loader, "client", None)):
+        if isinstance(rank := getattr(holder, "rank", None), int):
+            return rank
+    return int(os.environ.get("RANK") or 0)
+
+
+def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What ``save_state`` wrote: for ``client.load_state_dict``, or ``launch(job, resume=...)``."""
+    target = _file(path)
+    return _parsed(target.read_text(encoding="utf-8"), str(target))
+
+
+def _file(path: str | os.PathLike[str]) -> Path:
+    given = Path(path)
+    return given if given.suffix == ".json" else given / FILE
+
+
+def _parsed(text: str, where: str) -> dict[str, Any]:
+    try:
+        state = json.loads(text)
+    except ValueError as fault:
+        raise StateMismatch({"form": (f"{where}: {fault}", "JSON")}, REMEDY) from fault
+    if not isinstance(state, dict):
+        raise StateMismatch({"form": (f"{where}: {type(state).__name__}", "a mapping")}, REMEDY)
+    return state

@@ -1,0 +1,70 @@
+"""What must be known of a microbatch before its tensors are on a device: to ask there would wait for all work queued on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+IGNORE = -100
+SHIFTED, UNSHIFTED = "shifted", "unshifted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """``tokens``: of the un-sliced microbatch, padding included; ``here``: of them in these arrays, fewer in a slice of CP; -1 where
+    the microbatch does not say. ``labels``: the convention they follow, empty where there is none to tell it from."""
+
+    tokens: int = -1
+    here: int = -1
+    longest: int = -1
+    padded: bool = False
+    labels: str = ""
+
+    @property
+    def sliced(self) -> bool:
+        return -1 < self.here < self.tokens
+
+    @staticmethod
+    def of(microbatch: Mapping[str, Any]) -> Facts:
+        """Of arrays or tensors, wherever they are; those of a ``TensorMicrobatch`` are known already."""
+        known = getattr(microbatch, "facts", None)
+        if isinstance(known, Facts):
+            return known
+        token_keys = [key for key in ("tokens", "labels", "position_ids", "loss_mask") if key in microbatch]
+        first = microbatch[token_keys[0]] if token_keys else None
+        arrays = {key: _array(microbatch[key]) for key in ("tokens", "labels", "cu_seqlens", "cu_seqlens_padded") if key in microbatch}
+        bounds = arrays.get("cu_seqlens_padded")
+        facts = Facts(
+            tokens=int(bounds[-1]) if bounds is not None and len(bounds) else -1,
+            here=-1 if first is None else int(np.prod(tuple(first.shape))),
+            longest=int(microbatch["max_seqlen"]) if "max_seqlen" in microbatch else -1,
+            padded=first is not None and len(first.shape) == 2,
+        )
+        return Facts(tokens=facts.tokens, here=facts.here, longest=facts.longest, padded=facts.padded, labels=_labels(arrays, facts.sliced))
+
+
+def _array(values: Any) -> np.ndarray:
+    return np.asarray(values.detach().cpu()) if hasattr(values, "detach") else np.asarray(values)
+
+
+def _labels(arrays: Mapping[str, np.ndarray], sliced: bool) -> str:
+    """A label that is not its own token was shifted. Where all are (documents of one token over and over), the ends of documents
+    tell: shifted labels have none for the last token of a document, unshifted ones none for the first."""
+    if "labels" not in arrays:
+        return ""
+    labels = arrays["labels"].reshape(-1)
+    has = labels != IGNORE
+    if not has.any():
+        return ""
+    if "tokens" in arrays and (labels[has] != arrays["tokens"].reshape(-1)[has]).any():
+        return SHIFTED
+    if not sliced and "cu_seqlens" in arrays and "cu_seqlens_padded" in arrays:
+        length, start = np.diff(arrays["cu_seqlens"]), arrays["cu_seqlens_padded"][:-1]
+        if has[(start + length - 1)[length > 1]].any():
+            return UNSHIFTED
+        if has[start[length > 1]].any():
+            return SHIFTED
+    return UNSHIFTED if "tokens" in arrays else ""

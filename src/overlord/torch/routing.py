@@ -1,0 +1,220 @@
+"""Outputs of an encoder on their way to the ranks that run the backbone: one all-to-all, and its gradient back the same way.
+
+    rows = encoder(pixels)                                       # this rank's images, whoever's samples they belong to
+    exchange = ot.Exchange(rows, step.encoder[0])                # every rank of the world, also one without images
+    for m, mb in enumerate(step):
+        embeddings = ot.place_rows(embed(mb["tokens"]), *exchange.microbatch(m))
+        loss_of(embeddings, mb).backward()
+    exchange.backward()                                          # every rank again: gradients go home to the encoders
+
+A plan that encodes before every microbatch has an exchange for each: ``ot.route(rows, step.encoder[m])`` gives its rows, and
+their gradient goes back inside the microbatch's own ``backward``. A rank that gets none of them must take part in it:
+``ot.tied(loss, rows)``.
+
+The rows come to the first rank of a bucket. Where others of the bucket hold tokens too (TP, CP) ``share_rows`` gives them theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from overlord.errors import PlanError
+
+log = logging.getLogger("overlord")
+
+Group = Any  # a ProcessGroup, or None for all ranks
+GRADIENTS = ("sum", "own")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # as numbers, to compare them between ranks
+_agreed: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()  # by process group
+
+
+class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
+    """Rows to their ranks; backward sends each gradient to where its row came from."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, anchor: torch.Tensor, sends: list[int], gets: list[int], group: Group) -> torch.Tensor:
+        ctx.sends, ctx.gets, ctx.group = sends, gets, group
+        return _exchanged(rows, sends, gets, group)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        """The anchor's gradient is nothing: it stands for ranks that have no rows and must still come here."""
+        back = _exchanged(grads[0], ctx.gets, ctx.sends, ctx.group)
+        return back, back.new_zeros(()), None, None, None
+
+
+def _exchanged(rows: torch.Tensor, sends: list[int], gets: list[int], group: Group) -> torch.Tensor:
+    out = rows.new_empty((sum(gets), *rows.shape[1:]))
+    dist.all_to_all_single(out, rows.contiguous(), gets, sends, group=group)
+    return out
+
+
+def route(rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = None) -> torch.Tensor:
+    """The rows that this rank's placeholders stand for, in their order. All ranks of the plan call it, forward and backward.
+
+    ``rows`` [n, width]: outputs of this rank's encoder, image after image; a rank without images gives 0 rows of the same width
+    and dtype. ``maps``: one of ``step.encoder``. ``lens``: rows of each image where some have more than their document took
+    (it was cut); the first ones are sent. ``group`` must have all ranks of the plan, in their order.
+    """
+    sends, gets = (_field(maps, name).astype(np.int64).tolist() for name in ("send_splits", "recv_splits"))
+    rows = _cut(rows, maps, lens)
+    if len(rows) != sum(sends):
+        raise PlanError(f"route: wanted the {sum(sends)} rows that the plan sends from this rank, found {len(rows)}; give the encoder's "
+                        "rows in the order of item_ids, and lens= where it makes more than send_lens")  # fmt: skip
+    world = dist.get_world_size(group)
+    if world != len(sends):
+        raise PlanError(f"route: wanted a group of the plan's {len(sends)} ranks, found one of {world}")
+    _agree(rows, world, group)
+    anchor = rows.new_zeros((), requires_grad=rows.is_floating_point() and torch.is_grad_enabled())
+    got: torch.Tensor = _AllToAll.apply(rows, anchor, sends, gets, group)
+    return got.index_select(0, _index(_field(maps, "recv_rows"), got.device))
+
+
+def _agree(rows: torch.Tensor, world: int, group: Group) -> None:
+    """Bytes of another dtype come as garbage and not as an error. Ranks compare theirs in a group's first exchange; one that has
+    none, whose dtype is but a word, and changes it later, is warned."""
+    key = dist.group.WORLD if group is None else group
+    if (known := _agreed.get(key)) is not None:
+        if not len(rows) and rows.dtype != known:  # rightly so, where all have changed it
+            log.warning("rank %d routes 0 rows of %s, and before of %s: others must send that too", dist.get_rank(), rows.dtype, known)
+        _agreed[key] = rows.dtype
+        return
+    code = DTYPES.index(rows.dtype) if rows.dtype in DTYPES else len(DTYPES)
+    mine = torch.tensor([code, *rows.shape[1:2]], device=rows.device)
+    every = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(every, mine, group=group)
+    said = [f"rank {r}: {[*DTYPES, 'another'][c]}, width {width}" for r, (c, width) in enumerate(t.tolist() for t in every)]
+    if len({words.partition(":")[2] for words in said}) > 1:
+        raise PlanError(f"route: wanted rows of one dtype and width on all ranks, also where there are none, found {'; '.join(said)}")
+    _agreed[key] = rows.dtype
+
+
+def _cut(rows: torch.Tensor, maps: Any, lens: Any) -> torch.Tensor:
+    """The first ``send_lens`` rows of every image."""
+    if lens is None:
+        return rows
+    made, wanted = np.asarray(lens, np.int64), _field(maps, "send_lens").astype(np.int64)
+    if made.shape != wanted.shape or (made < wanted).any() or made.sum() != len(rows):
+        raise PlanError(f"route: wanted for each of {len(wanted)} images at least the rows that are sent, {int(wanted.sum())} in all, "
+                        f"found lens of {len(made)} images and {len(rows)} rows")  # fmt: skip
+    if np.array_equal(made, wanted):
+        return rows
+    starts = np.cumsum(made) - made
+    kept = np.repeat(starts - (np.cumsum(wanted) - wanted), wanted) + np.arange(int(wanted.sum()))
+    return rows.index_select(0, _index(kept, rows.device))
+
+
+class Exchange:
+    """One exchange whose rows are used by several microbatches: each has a backward of its own, and the way back is gone once."""
+
+    def __init__(self, rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = None):
+        self._routed = route(rows, maps, group, lens=lens)
+        self._wants = self._routed.requires_grad
+        self.rows = self._routed.detach().requires_grad_(self._wants)  # gradients of all microbatches gather here
+        self._index = _field(maps, "image_token_index")
+        counts, of = _field(maps, "out_lens"), _field(maps, "image_microbatch", "microbatches")
+        self._microbatch = np.repeat(of, counts)
+
+    def microbatch(self, m: int) -> tuple[torch.Tensor, np.ndarray]:
+        """Rows of one microbatch, and where they go in it: for ``place_rows``."""
+        mine = np.flatnonzero(self._microbatch == m)
+        return self.rows.index_select(0, _index(mine, self.rows.device)), self._index[mine]
+
+    def backward(self) -> None:
+        """After the backward of the last microbatch, on every rank: gradients go back to the encoders."""
+        if not self._wants:
+            return
+        grad = self.rows.grad if self.rows.grad is not None else torch.zeros_like(self.rows)
+        self._wants = False
+        self._routed.backward(grad)
+
+
+def place_rows(embeddings: torch.Tensor, rows: torch.Tensor, index: Any, positions: Any = None) -> torch.Tensor:
+    """Embeddings with these rows in place of those of their placeholders; gradients reach both.
+
+    ``embeddings``: [T, width], or [1, T, width]. ``index``: where in the un-sliced microbatch each row goes. ``positions``: for a CP
+    slice, which token of the un-sliced microbatch each of its tokens is (``views.slice_index``); rows of other slices are left out.
+    """
+    flat = embeddings.reshape(-1, embeddings.shape[-1])
+    at = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index, np.int64)
+    if positions is not None:
+        here = np.asarray(positions, np.int64)
+        order = np.argsort(here, kind="stable")
+        found = np.minimum(np.searchsorted(here[order], at), max(0, len(here) - 1))
+        mine = np.flatnonzero(here[order[found]] == at) if len(here) else np.zeros(0, np.int64)
+        rows, at = rows.index_select(0, _index(mine, rows.device)), order[found[mine]]
+    if len(at) and int(at.max()) >= len(flat):
+        raise PlanError(f"place_rows: wanted places in {len(flat)} tokens, found {int(at.max())}; a CP slice needs positions=")
+    return flat.index_copy(0, _index(at, flat.device), rows.to(flat.dtype)).reshape(embeddings.shape)
+
+
+def tied(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The same value, whose backward passes through the rows' exchange: for ranks that have no use for rows of their own."""
+    return value + rows[:0].sum().to(value.dtype)
+
+
+class _Share(torch.autograd.Function):  # type: ignore[misc]
+    """The first rank's rows on all; backward adds up what they mean to each, or takes the first's word for all."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, anchor: torch.Tensor, n: int, first: int, sums: bool, group: Group) -> torch.Tensor:
+        ctx.n, ctx.first, ctx.sums, ctx.group, ctx.had = n, first, sums, group, len(rows)
+        shared = rows.contiguous().clone() if dist.get_rank() == first else rows.new_empty((n, *rows.shape[1:]))
+        if n:
+            dist.broadcast(shared, first, group=group)
+        return shared
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        grad = grads[0].contiguous().clone()
+        if ctx.n and ctx.sums:
+            dist.all_reduce(grad, group=ctx.group)
+        mine = grad if dist.get_rank() == ctx.first else grad.new_zeros((ctx.had, *grad.shape[1:]))
+        return mine, grad.new_zeros(()), None, None, None, None
+
+
+def share_rows(rows: torch.Tensor, index: Any, group: Group, *, gradients: str = "sum") -> tuple[torch.Tensor, np.ndarray]:
+    """Rows and places of the group's first rank, on all of its ranks: for TP and CP, whose ranks embed tokens of the same bucket.
+
+    ``gradients``: ``"sum"`` where each rank uses them for other tokens (CP); ``"own"`` where all compute the same, and the first
+    rank's gradient is the whole one already (TP, whose layers add it up).
+    """
+    if gradients not in GRADIENTS:
+        raise PlanError(f"share_rows: unknown gradients={gradients!r}; known: {', '.join(GRADIENTS)}")
+    first = dist.get_global_rank(group, 0) if group is not None else 0
+    count = torch.tensor([len(rows)], device=rows.device)
+    dist.broadcast(count, first, group=group)
+    places = torch.empty(int(count), dtype=torch.int64, device=rows.device)
+    if dist.get_rank() == first:
+        places = _index(np.asarray(index, np.int64), rows.device)
+    if len(places):
+        dist.broadcast(places, first, group=group)
+    anchor = rows.new_zeros((), requires_grad=torch.is_grad_enabled())
+    shared: torch.Tensor = _Share.apply(rows, anchor, int(count), first, gradients == "sum", group)
+    return shared, places.cpu().numpy()
+
+
+def _field(maps: Any, *names: str) -> np.ndarray:
+    """An array of the maps, as a step has them or as ``plan.routes().for_rank()`` gives them."""
+    for name in names:
+        if isinstance(maps, Mapping) and name in maps:
+            found = maps[name]
+            return found.cpu().numpy() if isinstance(found, torch.Tensor) else np.asarray(found)
+        if not isinstance(maps, Mapping) and hasattr(maps, name):
+            return np.asarray(getattr(maps, name))
+    has = ", ".join(maps) if isinstance(maps, Mapping) else type(maps).__name__
+    raise PlanError(f"route: wanted {names[0]!r} in the maps, found {has}; give one of step.encoder, or plan.routes().for_rank(rank, slot)")
+
+
+def _index(index: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.tensor(np.ascontiguousarray(index, np.int64), device=device)

@@ -1,0 +1,340 @@
+"""What an image file says about itself, read from its header without decoding a pixel.
+
+JPEG, PNG, WebP and GIF only, each by a parser that never goes back, allocates nothing of the size that a file claims, and
+looks at a bounded number of segments: files come from the web, and some of them are hostile. What cannot be decoded later
+for a reason that the header shows (cut short, too large, a kind of JPEG that nobody writes) is refused here, before it is planned.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+MAX_SEGMENTS = 2**16  # of a file; photographs with depth maps and profiles have some hundreds, PNGs a few thousand
+MAX_FILL = 64  # fill bytes before a marker
+MAX_SCANS = 100  # of a progressive JPEG: every scan costs a pass over all pixels; encoders write about ten
+EXIF_BYTES = 2**16  # what is looked at for the orientation
+
+
+class BadImage(ValueError):
+    """Bytes that cannot be used as an image. The reason is a sentence for the quarantine."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What an image may cost. The largest real photographs have about 100 million pixels."""
+
+    max_pixels_in: int = 178_956_970
+    max_decoded_bytes: int = 2**31  # memory to decode it
+    max_file_bytes: int = 2**26
+    max_aspect: float = 200.0  # long side over short side
+
+
+DEFAULT_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """An image file by its header. ``width`` and ``height`` are those of the upright image, ``stored`` those in the file."""
+
+    width: int
+    height: int
+    mode: str  # L, LA, P, RGB, RGBA, CMYK
+    format: str  # JPEG, PNG, WEBP, GIF
+    frames: int = 1  # of an animation; 2 for a GIF of two or more
+    bits: int = 8  # of one channel
+    orientation: int = 1  # as EXIF counts: 5 to 8 swap width and height
+    scans: int = 1  # passes of a progressive JPEG, or 7 of an interlaced PNG
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """(width, height) before the orientation is applied."""
+        return (self.height, self.width) if self.orientation >= 5 else (self.width, self.height)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """About what decoding takes: four bytes a pixel to work on and three to decode to; coefficients of all scans; three canvases."""
+        each = 12 if self.format == "WEBP" or (self.format == "JPEG" and self.scans > 1) else 8 * max(1, self.bits // 8)
+        return self.width * self.height * each
+
+
+def header(data: Any, limits: Limits = DEFAULT_LIMITS) -> Header:
+    """Size, mode and frames of an image in ``data`` (bytes or an array of them). Raises BadImage, nothing else."""
+    view = memoryview(data).cast("B")
+    if len(view) > limits.max_file_bytes:
+        raise BadImage(f"the file has {len(view)} bytes, more than max_file_bytes={limits.max_file_bytes}")
+    start = bytes(view[:16])
+    try:
+        if start[:3] == b"\xff\xd8\xff":
+            found = _jpeg(view)
+        elif start[:8] == b"\x89PNG\r\n\x1a\n":
+            found = _png(view)
+        elif start[:4] == b"RIFF" and start[8:12] == b"WEBP":
+            found = _webp(view)
+        elif start[:6] in (b"GIF87a", b"GIF89a"):
+            found = _gif(view)
+        else:
+            raise BadImage(f"wanted a JPEG, PNG, WebP or GIF file, found {_what(view, start)}")
+    except (struct.error, IndexError):  # read past the end
+        raise BadImage("the file is cut short inside its header") from None
+    _within(found, limits)
+    return found
+
+
+def _within(found: Header, limits: Limits) -> None:
+    width, height = found.width, found.height
+    if not width or not height:
+        raise BadImage(f"the image has no pixels ({width} x {height})")
+    if width * height > limits.max_pixels_in:
+        raise BadImage(f"{width} x {height} pixels are more than max_pixels_in={limits.max_pixels_in}")
+    if found.decoded_bytes > limits.max_decoded_bytes:
+        raise BadImage(f"decoding takes about {found.decoded_bytes} bytes, more than max_decoded_bytes={limits.max_decoded_bytes}")
+    if max(width, height) > limits.max_aspect * min(width, height):
+        raise BadImage(f"{width} x {height} pixels: one side is more than max_aspect={limits.max_aspect:g} times the other")
+
+
+_KINDS = (
+    (b"BM", "a BMP file"), (b"II*\0", "a TIFF file"), (b"MM\0*", "a TIFF file"), (b"\0\0\x01\0", "an icon"), (b"%PDF", "a PDF file"),
+    (b"\xff\x0a", "a JPEG XL file"), (b"\0\0\0\x0cjP", "a JPEG 2000 file"), (b"PK\x03\x04", "a zip file"), (b"\x1f\x8b", "gzip"),
+)  # fmt: skip
+
+
+def _what(view: memoryview, start: bytes) -> str:
+    """What the bytes look like, so that a reason in the quarantine says more than "garbage"."""
+    if not start:
+        return "no bytes"
+    if start[4:8] == b"ftyp":
+        return f"a file of the kind {start[8:12].decode('latin-1')!r} (AVIF, HEIC or video)"
+    for magic, kind in _KINDS:
+        if start.startswith(magic):
+            return kind
+    text = bytes(view[:256]).lstrip()
+    if text[:1] == b"<":
+        return f"markup, {text[:40].decode('latin-1')!r}"
+    return f"{len(view)} bytes that begin with {start!r}"
+
+
+# JPEG
+
+_SOF = {0xC0: "baseline", 0xC1: "sequential", 0xC2: "progressive"}
+_OTHER_SOF = {
+    0xC3: "lossless", 0xC5: "hierarchical", 0xC6: "hierarchical", 0xC7: "hierarchical lossless", 0xC9: "arithmetic", 0xCA: "arithmetic",
+    0xCB: "arithmetic lossless", 0xCD: "hierarchical", 0xCE: "hierarchical", 0xCF: "hierarchical lossless",
+}  # fmt: skip
+_ALONE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
+_JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}
+
+
+def _jpeg(view: memoryview) -> Header:
+    at, frame, orientation = 2, None, 0
+    for _ in range(MAX_SEGMENTS):
+        marker, at = _marker(view, at)
+        if marker in _ALONE:
+            continue
+        if marker == 0xD9 or marker == 0xD8:
+            raise BadImage("a JPEG that ends before its image")
+        size = view[at] << 8 | view[at + 1]
+        if size < 2:
+            raise BadImage("a JPEG segment of an impossible size")
+        if marker in _SOF or marker in _OTHER_SOF:
+            frame = frame or _jpeg_frame(view, at, marker)
+        elif marker == 0xE1 and not orientation and bytes(view[at + 2 : at + 8]) == b"Exif\0\0":
+            orientation = orientation_of(bytes(view[at + 8 : at + size]))
+        elif marker == 0xDA:
+            return _jpeg_header(view, at, frame, orientation or 1)
+        at += size
+    raise BadImage(f"a JPEG of more than {MAX_SEGMENTS} segments before its image")
+
+
+def _marker(view: memoryview, at: int) -> tuple[int, int]:
+    """The next marker and where its segment begins."""
+    if view[at] != 0xFF:
+        raise BadImage(f"a JPEG without a marker at byte {at}")
+    for i in range(at + 1, at + 1 + MAX_FILL):
+        if view[i] != 0xFF:
+            return view[i], i + 1
+    raise BadImage(f"a JPEG with nothing but fill bytes at byte {at}")
+
+
+def _jpeg_frame(view: memoryview, at: int, marker: int) -> tuple[int, int, int, int]:
+    if marker in _OTHER_SOF:
+        raise BadImage(f"a JPEG of the kind {_OTHER_SOF[marker]!r}; baseline, sequential and progressive ones are read")
+    bits, height, width, channels = struct.unpack_from(">BHHB", view, at + 2)
+    if bits != 8:
+        raise BadImage(f"a JPEG with {bits} bits a channel; 8 are read")
+    if channels not in _JPEG_MODES:
+        raise BadImage(f"a JPEG with {channels} channels; 1, 3 and 4 are read")
+    if not height:
+        raise BadImage("a JPEG that does not say its height before its image")
+    return marker, width, height, channels
+
+
+def _jpeg_header(view: memoryview, at: int, frame: tuple[int, int, int, int] | None, orientation: int) -> Header:
+    if frame is None:
+        raise BadImage("a JPEG whose image begins before its size is said")
+    marker, width, height, channels = frame
+    raw = None
+    if view[-2] != 0xFF or view[-1] != 0xD9:  # most files end with their image; some have more behind it
+        raw = bytes(view[at:])
+        if b"\xff\xd9" not in raw:
+            raise BadImage("a JPEG that is cut short: its end mark is missing")
+    scans = 1
+    if marker == 0xC2:  # inside the coded pixels a byte 0xFF never stands before 0xDA, so that counting them counts scans
+        scans = 1 + (raw or bytes(view[at:])).count(b"\xff\xda")
+        if scans > MAX_SCANS:
+            raise BadImage(f"a progressive JPEG of {scans} scans; at most {MAX_SCANS} are decoded")
+    upright = (height, width) if orientation >= 5 else (width, height)
+    return Header(*upright, _JPEG_MODES[channels], "JPEG", 1, 8, orientation, scans)
+
+
+def orientation_of(tiff: bytes) -> int:
+    """EXIF's orientation, 1 to 8; whatever cannot be read is 1."""
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
+    if order is None:
+        return 1
+    try:
+        at = struct.unpack_from(order + "I", tiff, 4)[0]
+        entries = struct.unpack_from(order + "H", tiff, at)[0]
+        for i in range(entries):
+            tag, kind, count = struct.unpack_from(order + "HHI", tiff, at + 2 + 12 * i)
+            if tag == 0x0112 and count == 1 and kind in (1, 3, 4):
+                found: int = struct.unpack_from(order + {1: "B", 3: "H", 4: "I"}[kind], tiff, at + 10 + 12 * i)[0]
+                return found if 1 <= found <= 8 else 1
+    except struct.error:
+        pass
+    return 1
+
+
+# PNG
+
+_PNG_MODES = {0: ("L", (1, 2, 4, 8, 16)), 2: ("RGB", (8, 16)), 3: ("P", (1, 2, 4, 8)), 4: ("LA", (8, 16)), 6: ("RGBA", (8, 16))}
+
+
+def _png(view: memoryview) -> Header:
+    size, name, width, height, bits, colour, packing, filtering, interlace = struct.unpack_from(">I4sIIBBBBB", view, 8)
+    if size != 13 or name != b"IHDR":
+        raise BadImage("a PNG that does not begin with its header")
+    mode, depths = _PNG_MODES.get(colour, ("", ()))
+    if bits not in depths or packing or filtering or interlace > 1:
+        raise BadImage(f"a PNG of an impossible kind: {bits} bits of colour type {colour}")
+    frames, orientation = _png_chunks(view)
+    upright = (height, width) if orientation >= 5 else (width, height)
+    return Header(*upright, mode, "PNG", frames, bits, orientation, 7 if interlace else 1)
+
+
+def _png_chunks(view: memoryview) -> tuple[int, int]:
+    """Frames and orientation, from the names of the chunks; all of them, since a file that is cut short shows only at its end."""
+    at, frames, orientation, pixels = 33, 1, 1, False
+    unpack, total = struct.Struct(">I4s").unpack_from, len(view)
+    for _ in range(MAX_SEGMENTS):
+        if at + 8 > total:
+            raise BadImage("a PNG that is cut short: its end is missing")
+        size, name = unpack(view, at)
+        if name == b"IDAT":
+            pixels = True
+        elif name == b"IEND":
+            if not pixels:
+                raise BadImage("a PNG without pixels")
+            return frames, orientation
+        elif name == b"acTL" and not pixels:
+            frames = max(1, struct.unpack_from(">I", view, at + 8)[0])
+        elif name == b"eXIf":
+            orientation = orientation_of(bytes(view[at + 8 : at + 8 + min(size, EXIF_BYTES)]))
+        at += size + 12
+    raise BadImage(f"a PNG of more than {MAX_SEGMENTS} chunks")
+
+
+# WebP
+
+
+def _webp(view: memoryview) -> Header:
+    end = 8 + struct.unpack_from("<I", view, 4)[0]
+    if end > len(view):
+        raise BadImage(f"a WebP that is cut short: it says {end} bytes and has {len(view)}")
+    found, frames, orientation, pictures, at = None, 1, 1, 0, 12
+    for _ in range(MAX_SEGMENTS):
+        if at + 8 > end:
+            break
+        name, size = struct.unpack_from("<4sI", view, at)
+        name, at = bytes(name), at + 8
+        if at + size > end:
+            raise BadImage("a WebP that is cut short inside a chunk")
+        if found is None:
+            found = _webp_size(view, at, name)
+        pictures += name in (b"VP8 ", b"VP8L", b"ANMF")
+        if name == b"ANMF":
+            frames = pictures
+        elif name == b"EXIF":
+            exif = bytes(view[at : at + min(size, EXIF_BYTES)])
+            orientation = orientation_of(exif.removeprefix(b"Exif\0\0"))
+        at += size + (size & 1)
+    if found is None or not pictures:
+        raise BadImage("a WebP without pixels")
+    width, height, mode = found
+    upright = (height, width) if orientation >= 5 else (width, height)
+    return Header(*upright, mode, "WEBP", frames, 8, orientation)
+
+
+def _webp_size(view: memoryview, at: int, name: bytes) -> tuple[int, int, str]:
+    """Of the first chunk."""
+    if name == b"VP8 ":
+        if bytes(view[at + 3 : at + 6]) != b"\x9d\x01\x2a":
+            raise BadImage("a WebP whose image does not begin with a key frame")
+        width, height = struct.unpack_from("<HH", view, at + 6)
+        return width & 0x3FFF, height & 0x3FFF, "RGB"
+    if name == b"VP8L":
+        mark, bits = struct.unpack_from("<BI", view, at)
+        if mark != 0x2F:
+            raise BadImage("a WebP whose lossless image does not begin with its mark")
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1, "RGBA" if bits >> 28 & 1 else "RGB"
+    if name == b"VP8X":
+        flags, low_w, high_w, low_h, high_h = struct.unpack_from("<B3xHBHB", view, at)
+        return (high_w << 16 | low_w) + 1, (high_h << 16 | low_h) + 1, "RGBA" if flags & 0x10 else "RGB"
+    raise BadImage(f"a WebP that begins with a chunk {name!r}")
+
+
+# GIF
+
+
+def _gif(view: memoryview) -> Header:
+    """Size of the screen, or of the first picture where it is larger."""
+    width, height, flags = struct.unpack_from("<HHB", view, 6)
+    at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+    pictures = left = 0
+    for _ in range(MAX_SEGMENTS):
+        kind = view[at] if at < len(view) else -1
+        if kind == 0x2C:
+            pictures += 1
+            if pictures == 2:
+                break
+            x, y, w, h, flags = struct.unpack_from("<HHHHB", view, at + 1)
+            width, height = max(width, x + w), max(height, y + h)
+            at, left = _blocks(view, at + 11 + (3 << (flags & 7) + 1 if flags & 0x80 else 0), left)
+        elif kind == 0x21:
+            at, left = _blocks(view, at + 2, left)
+        elif kind == 0x3B or (kind < 0 and pictures):  # many lack the end mark
+            break
+        else:
+            raise BadImage("a GIF that is cut short" if kind < 0 else f"a GIF with an unknown block at byte {at}")
+    if not pictures:
+        raise BadImage("a GIF without a picture")
+    return Header(width, height, "P", "GIF", pictures)
+
+
+def _blocks(view: memoryview, at: int, seen: int) -> tuple[int, int]:
+    """Behind a run of data blocks, and how many blocks were passed in all."""
+    while seen < 4 * MAX_SEGMENTS:
+        if at >= len(view):
+            raise BadImage("a GIF that is cut short")
+        if not view[at]:
+            return at + 1, seen
+        at, seen = at + 1 + view[at], seen + 1
+    raise BadImage(f"a GIF of more than {4 * MAX_SEGMENTS} blocks")

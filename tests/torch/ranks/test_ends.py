@@ -1,0 +1,21 @@
+"""How broadcasts end, fail and go on, on 4 ranks. Each check runs on all ranks at once (checks_ends.py)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.torch.ranks.checks_ends import CHECKS
+from tests.torch.ranks.launching import SECONDS, Worlds
+
+pytestmark = pytest.mark.timeout(SECONDS + 30)
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+    return Worlds("tests.torch.ranks.checks_ends", tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("world", [4])
+def test_on_all_ranks(world: int, check: str, worlds: Worlds) -> None:
+    assert worlds(world)[check] == "ok", worlds(world)[check]

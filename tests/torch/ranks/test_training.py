@@ -1,0 +1,21 @@
+"""Equal gradients on every mesh of 4 and 8 ranks, whatever the plan. Each check runs on all ranks at once (checks_training.py)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.torch.ranks.checks_training import CHECKS
+from tests.torch.ranks.launching import SECONDS, Worlds
+
+pytestmark = pytest.mark.timeout(SECONDS + 30)
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+    return Worlds("tests.torch.ranks.checks_training", tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("world", [4, 8])
+def test_on_all_ranks(world: int, check: str, worlds: Worlds) -> None:
+    assert worlds(world)[check] == "ok", worlds(world)[check]

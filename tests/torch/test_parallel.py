@@ -1,0 +1,124 @@
+"""Tensors and adapters of ranks that hold a part: slices of context parallelism, stages of a pipeline, ranks served by another, images."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import overlord as ov
+import overlord.torch as ot
+from overlord.constructor.views import join, slice_index
+from tests.torch.jobs import text_job
+
+torch = pytest.importorskip("torch")
+huggingface, megatron, torchtitan = (getattr(ot.adapters, name) for name in ("huggingface", "megatron", "torchtitan"))
+
+
+def first_steps(job: ov.Job) -> list[ov.Step]:
+    """The first step of every rank."""
+    with ov.launch(job) as session:
+        return [next(client) for client in [session.client(rank) for rank in range(job.place.world_size)]]
+
+
+def placed(tmp_path: Path, split: str = "zigzag", labels: str = "shifted", **degrees: int) -> ov.Job:
+    job = text_job(tmp_path, until=1)
+    return replace(job, place=ov.ClientPlaceTree(**degrees), batch=replace(job.batch, cp_split=split, labels=labels))
+
+
+def test_megatron_gets_slices_as_they_are_with_bounds_of_the_whole(tmp_path: Path):
+    steps = first_steps(placed(tmp_path, cp=2))
+    batches = [megatron.get_batch(iter(step)) for step in steps]
+    whole = join([dict(step[0]) for step in steps], "zigzag")
+    for r, batch in enumerate(batches):
+        index = slice_index(whole["cu_seqlens_padded"], 2, r, "zigzag")
+        assert batch.labels[0].tolist() == whole["labels"][index].tolist()
+        assert batch.packed_seq_params.cu_seqlens_q.tolist() == whole["cu_seqlens_padded"].tolist()
+        assert batch.padding_mask is None
+        mask = megatron.padding_mask(steps[r][0], index)
+        assert mask[0].tolist() == megatron.padding_mask(whole)[0, torch.tensor(index)].tolist()
+
+
+def test_a_framework_that_cuts_itself_gets_the_whole_on_every_rank(tmp_path: Path):
+    steps = first_steps(placed(tmp_path, "none", cp=2))
+    found = [torchtitan.flat(step[0]) for step in steps]
+    assert torch.equal(found[0][0]["input"], found[1][0]["input"])
+    for step in first_steps(placed(tmp_path, cp=2)):
+        for adapter in (huggingface.flattened, torchtitan.flat):
+            with pytest.raises(ov.JobError, match=r"a slice of \d+ of \d+ tokens.*say Batch\(cp_split='none'\)"):
+                adapter(step[0])
+
+
+def test_labels_of_slices_that_follow_the_other_convention_are_refused(tmp_path: Path):
+    for step in first_steps(placed(tmp_path, labels="unshifted", cp=2)):
+        with pytest.raises(ov.JobError, match=r"its unshifted labels cannot be made shifted.*Say Batch\(labels='shifted'\)"):
+            megatron.packed(step[0])
+
+
+def test_stages_of_a_pipeline_give_megatron_what_they_have(tmp_path: Path):
+    first, middle, last = (megatron.get_batch(iter(step)) for step in first_steps(placed(tmp_path, pp=3)))
+    has = [
+        [name for name in ("tokens", "position_ids", "labels", "loss_mask") if getattr(b, name) is not None] for b in (first, middle, last)
+    ]
+    assert has == [["tokens", "position_ids"], [], ["labels", "loss_mask"]]
+    assert len({tuple(b.packed_seq_params.cu_seqlens_q.tolist()) for b in (first, middle, last)}) == 1
+    with pytest.raises(ov.JobError, match=r"wanted labels, loss_mask in the microbatch.*each stage of a pipeline gets its own keys only"):
+        torchtitan.flat(first_steps(placed(tmp_path, pp=3))[0][0])
+
+
+def test_a_rank_that_is_served_by_another_says_so(tmp_path: Path):
+    steps = first_steps(placed(tmp_path, tp=2))
+    made = ot.TensorStep.of(steps[1])
+    assert (made.rank, made.served_by) == (1, 0)
+    assert dict(made[0]) == {}
+    for mb in (steps[1][0], made[0]):
+        with pytest.raises(KeyError, match="'labels' is not here: rank 0 fetches this microbatch"):
+            mb["labels"]
+        with pytest.raises(KeyError, match="'tokens' is not here: rank 0 fetches this microbatch"):
+            huggingface.flattened(mb)
+
+
+def test_losses_of_sources_over_slices_are_those_of_the_whole(tmp_path: Path):
+    job = placed(tmp_path, cp=2)
+    steps = first_steps(job)
+    whole = join([dict(step[0]) for step in steps], "zigzag")
+    losses = torch.rand(len(whole["tokens"]), dtype=torch.float64)
+    places = [slice_index(whole["cu_seqlens_padded"], 2, r, "zigzag") for r in range(2)]
+    found = ot.source_losses([losses[torch.tensor(p)] for p in places], [step[0] for step in steps], job.names, positions=places)
+    assert found == pytest.approx(ot.source_losses(losses, whole, job.names), abs=1e-12)
+
+
+# images
+
+
+@pytest.mark.parametrize("strategy", ["vlm_hybrid", "per microbatch"])
+def test_steps_with_images_have_their_exchanges_as_tensors(tmp_path: Path, strategy: str):
+    pytest.importorskip("PIL")
+    from tests import images
+
+    job = images.job(tmp_path, strategy=ov.strategy.vlm(per="microbatch") if strategy == "per microbatch" else strategy, until=2)
+    step = first_steps(job)[1]
+    made = ot.TensorStep.of(step)
+    assert len(made.encoder) == len(step.encoder) > 0
+    for a, b in zip((*made, *made.encoder), (*step, *step.encoder), strict=True):
+        assert list(a) == list(b)
+        assert all(np.array_equal(a[key].numpy(), b[key]) for key in b)
+    moved = made.to("meta")
+    assert moved.encoder[0]["pixel_values"].device.type == "meta"
+    assert moved.encoder[0]["send_splits"].device.type == "cpu"
+    if strategy == "per microbatch":
+        assert torch.equal(torchtitan.flat(made[0])[0]["pixel_values"], made.encoder[0]["pixel_values"])
+        assert huggingface.flattened(made[0])["image_grid_thw"].shape[1] == 3
+
+
+def test_what_two_places_of_a_step_share_is_sent_to_the_device_once(tmp_path: Path):
+    pytest.importorskip("PIL")
+    from overlord.torch.staging import layout
+    from tests import images
+
+    step = first_steps(images.job(tmp_path, strategy=ov.strategy.vlm(per="microbatch")))[0]
+    arrays: list[Any] = [mb["pixel_values"] for mb in step] + [slot["pixel_values"] for slot in step.encoder]
+    assert layout(arrays)[1] < sum(a.nbytes for a in arrays) * 0.75
