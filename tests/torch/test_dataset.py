@@ -74,6 +74,12 @@ def test_more_workers_than_one_are_refused_with_the_reason(tmp_path: Path):
     assert "num_workers: wanted 0 or 1, found 2; each worker would launch the whole job" in said
 
 
+@pytest.mark.parametrize("microbatches", [False, True])
+def test_a_loader_that_would_make_batches_of_steps_is_told_to_leave_it(tmp_path: Path, microbatches: bool):
+    with ov.launch(text_job(tmp_path)) as session, pytest.raises(ov.JobError, match=r"DataLoader\(dataset, batch_size=None\)"):
+        next(iter(DataLoader(ot.Dataset(session.client(0), microbatches=microbatches))))
+
+
 def test_a_client_is_refused_in_a_worker_with_the_reason(tmp_path: Path):
     with ov.launch(text_job(tmp_path)) as session:
         said = refusal(DataLoader(ot.Dataset(session.client(0)), batch_size=None, num_workers=1))

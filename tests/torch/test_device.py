@@ -252,6 +252,11 @@ def test_a_depth_of_nothing_is_refused(tmp_path: Path):
         ot.DevicePrefetcher(session.client(0), "cpu", depth=0)
 
 
+def test_a_job_in_place_of_a_client_is_refused_at_once(tmp_path: Path):
+    with pytest.raises(ov.JobError, match=r"wanted a client, found Job; open one: overlord\.torch\.join"):
+        ot.DevicePrefetcher(text_job(tmp_path), "cpu")
+
+
 def test_a_client_without_marks_is_asked_for_its_state_at_every_step(tmp_path: Path):
     class Old:
         """As somebody's own wrapper of a client might be."""

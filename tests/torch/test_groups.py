@@ -49,6 +49,21 @@ def test_a_service_says_who_it_is() -> None:
     assert str(service_of(place, 3, "DP", ())) == "rank 3 fetches for itself"
 
 
+BROKEN = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1" + " word" * 60
+
+
+@pytest.mark.parametrize(
+    ("rank", "degree", "whom"), [(0, 2, "rank 1"), (0, 3, "one of ranks 1, 2"), (1, 3, "rank 0, which fetches for this one,")]
+)
+def test_a_broken_broadcast_is_told_in_a_sentence(rank: int, degree: int, whom: str) -> None:
+    wire = Wire(service_of(ClientPlaceTree(tp=degree), rank, "DP", ("TP",)), None, torch.device("cpu"), 1.0)
+    said = str(wire._lost(RuntimeError(BROKEN), 0))
+    assert said.startswith(f"{whom} is lost: its process has ended, or the network between has failed; torch says: Connection closed by")
+    assert ".cc" not in said
+    assert said.endswith(" word ...")
+    assert str(wire._lost(RuntimeError("[pair.cc:1] Reset by peer. Check the logs."), 0)).endswith("torch says: Reset by peer")
+
+
 class Late:
     """A broadcast that no other rank takes part in."""
 

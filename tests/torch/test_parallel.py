@@ -79,6 +79,9 @@ def test_a_rank_that_is_served_by_another_says_so(tmp_path: Path):
             mb["labels"]
         with pytest.raises(KeyError, match="'tokens' is not here: rank 0 fetches this microbatch"):
             huggingface.flattened(mb)
+        with pytest.raises(KeyError, match=r"'tokens' is not here: rank 0 fetches this microbatch.*overlord.torch.join"):
+            ot.tensors(mb)
+    assert ot.tensors({}) == {}
 
 
 def test_losses_of_sources_over_slices_are_those_of_the_whole(tmp_path: Path):

@@ -91,6 +91,7 @@ class Client:
         self._pid = os.getpid()
         self.session: Session | None = None  # of the one client that owns it (``join``)
         self._failed = False  # left by an exception: others need not be waited for
+        self._fault: BaseException | None = None  # that one
         self.waited_s = 0.0  # time the trainer spent waiting here
         self.steps = 0
 
@@ -184,6 +185,7 @@ class Client:
     def __exit__(self, kind: object, *exc: object) -> None:
         value = exc[0] if exc else None
         self._failed = kind is not None and not (isinstance(value, SystemExit) and not value.code)  # sys.exit(0) is no failure
+        self._fault = value if self._failed and isinstance(value, BaseException) else None
         self.close()
 
     def __repr__(self) -> str:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ipaddress
+import logging
 import os
 import socket
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -21,15 +23,21 @@ from overlord.channel.codec import decode, encode
 from overlord.channel.frame import pack, unpack
 from overlord.client.client import Client
 from overlord.client.connect import connect
-from overlord.errors import DataStall, JobError
+from overlord.errors import ActorLost, DataStall, JobError
 from overlord.job import Job
+from overlord.runtime.agreeing import difference, parts_of
 from overlord.runtime.launch import launch
 
 if TYPE_CHECKING:
     from overlord.runtime.session import Session
 
+log = logging.getLogger("overlord")
+
 LOOK_S = 0.1  # between looks into the store: its own wait cannot be interrupted
 HEARD_S = 10.0  # for all ranks to hear of a failure before the one who keeps the store goes
+WARN_S = 30.0  # as a client's: it says what it waits for, again and again
+SHOWN = 16  # ranks that are named
+STALLS = ("stall_warn_s", "stall_limit_s", "on_stall")
 _calls = count()  # every rank joins the same jobs in the same order
 
 
@@ -37,8 +45,9 @@ def join(job: Job, *, rank: int | None = None, timeout_s: float = 600.0, leave_s
     """The client of this process's rank, under torchrun. Rank 0 launches the job and serves it, the others connect.
 
     ``WORLD_SIZE`` must be that of ``job.place``. The client of rank 0 has the session as ``client.session`` and ends it when it is
-    closed, after the others have left (or ``leave_s``). ``timeout_s``: for rank 0 to launch. Without torchrun's environment the
-    job is launched here, for one client. Between nodes the session binds to the address of ``MASTER_ADDR``, or ``OVERLORD_HOST``.
+    closed, after the others have left (or ``leave_s``). ``timeout_s``: for rank 0 to launch. A rank whose job is not that
+    of rank 0 is refused. Without torchrun's environment the job is launched here, for one client. Between nodes the session binds
+    to the address of ``MASTER_ADDR``, or ``OVERLORD_HOST``.
     """
     if not isinstance(job, Job):
         raise JobError([f"wanted a Job, found {type(job).__name__}"], "join")
@@ -51,20 +60,22 @@ def join(job: Job, *, rank: int | None = None, timeout_s: float = 600.0, leave_s
     if world == 1:
         session = launch(job, **launch_options)
         return _owning(session, session.client(0), 0.0)
-    store = _Board(rank, world, timeout_s)
+    stalls = {name: launch_options[name] for name in STALLS if name in launch_options}
+    store = _Board(rank, world, timeout_s, stalls)
     if rank == 0:
         return _serve(job, store, leave_s, launch_options)
-    said = store.read(timeout_s)
+    said = store.read()
     if isinstance(said.get("error"), BaseException):
         raise said["error"]
-    stalls = {name: launch_options[name] for name in ("stall_warn_s", "stall_limit_s", "on_stall") if name in launch_options}
+    if (differs := difference(job, rank, said["job"])) is not None:
+        raise differs
     return connect(said["address"], rank, said["token"], **stalls)
 
 
 def _serve(job: Job, store: _Board, leave_s: float, launch_options: dict[str, Any]) -> Client:
     session: Session | None = None
     try:
-        host = _host()
+        host, parts = _host(), parts_of(job)
         session = launch(job, **launch_options)
         client = session.client(0)
         served = session.serve(host=host)
@@ -74,7 +85,7 @@ def _serve(job: Job, store: _Board, leave_s: float, launch_options: dict[str, An
         store.write({"error": error})
         store.wait_until_all_read(HEARD_S)
         raise
-    store.write({"address": served.address, "token": served.token})
+    store.write({"address": served.address, "token": served.token, "job": parts})
     return _owning(session, client, leave_s, store)
 
 
@@ -102,23 +113,88 @@ def _owning(session: Session, client: Client, leave_s: float, store: _Board | No
 class _Board:
     """Where rank 0 writes and the others read: torchrun's store, with a name of its own for every call and every restart."""
 
-    def __init__(self, rank: int, world: int, timeout_s: float):
-        self._world, self._store = world, _store(rank, world, timeout_s)
+    def __init__(self, rank: int, world: int, timeout_s: float, stalls: Mapping[str, Any]):
+        self._rank, self._world, self._deadline = rank, world, time.monotonic() + timeout_s
+        self._least_s = min(HEARD_S, timeout_s)  # for the others to come behind a launch that took all the time there was
+        self._warn_s, self._on_stall = float(stalls.get("stall_warn_s", WARN_S)), stalls.get("on_stall")
+        self._store = _store(rank, world, timeout_s)
         self._key = f"overlord/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_calls)}"
 
     def write(self, value: dict[str, Any]) -> None:
-        self._store.set(self._key, b"".join(bytes(piece) for piece in pack(*encode(value))))
+        self._set(self._key, value)
 
-    def read(self, timeout_s: float) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout_s
-        while not self._store.check([self._key]):
-            if time.monotonic() >= deadline:
-                raise DataStall("rank 0 to launch the job and to say where it serves it", timeout_s)
-            time.sleep(LOOK_S)
-        frame = unpack(self._store.get(self._key))
+    def read(self) -> dict[str, Any]:
+        self._until(self._key, lambda: "rank 0 to launch the job and to say where it serves it", self._deadline)
+        said = self._get(self._key)
         self._store.add(f"{self._key}/read", 1)
+        return said
+
+    def meet(self, problem: str = "") -> None:
+        """Until every rank has come here: what follows is a collective, which says nothing of who is missing. ``problem``: why this
+        rank does not go on, and so nobody can."""
+        wrong, came, gave_up = (f"{self._key}/{name}" for name in ("wrong", "came", "gave_up"))
+        if self._store.check([gave_up]):
+            raise JobError([f"this rank comes too late: {self._store.get(gave_up).decode()}; raise timeout_s"], "join")
+        if problem:
+            self._store.set(wrong, f"rank {self._rank} joined with another job than rank 0: {problem}")
+        self._store.set(f"{came}/{self._rank}", "")
+        if self._store.add(came, 1) == self._world or problem:
+            self._store.set(f"{self._key}/all", "")
+        try:
+            self._until(f"{self._key}/all", self._missing, max(self._deadline, time.monotonic() + self._least_s))
+        except DataStall as stall:
+            self._store.set(gave_up, str(stall))
+            raise
+        if self._store.check([wrong]) and not problem:
+            raise JobError([self._store.get(wrong).decode()], "join")
+
+    def _missing(self) -> str:
+        absent = [rank for rank in range(self._world) if not self._store.check([f"{self._key}/came/{rank}"])]
+        return f"{ranks(absent)} to join; every rank of the world must call it, with the same job"
+
+    def add_note(self, name: str, value: dict[str, Any]) -> None:
+        with contextlib.suppress(Exception):  # the store has gone, and with it whoever would read
+            n = self._store.add(f"{self._key}/{name}", 1)
+            self._set(f"{self._key}/{name}/{n}", value)
+
+    def note(self, name: str, n: int) -> dict[str, Any] | None:
+        """The nth of these notes, if there is one."""
+        with contextlib.suppress(Exception):
+            if self._store.check([f"{self._key}/{name}/{n}"]):
+                return self._get(f"{self._key}/{name}/{n}")
+        return None
+
+    def _set(self, key: str, value: dict[str, Any]) -> None:
+        self._store.set(key, b"".join(bytes(piece) for piece in pack(*encode(value))))
+
+    def _get(self, key: str) -> dict[str, Any]:
+        frame = unpack(self._store.get(key))
         said: dict[str, Any] = decode(frame.header, frame.columns)
         return said
+
+    def _until(self, key: str, words: Callable[[], str], deadline: float) -> None:
+        """Until the store has this key; says what it waits for, and gives up at the deadline."""
+        start, warn_at = time.monotonic(), self._warn_s
+        while not self._has(key):
+            waited = time.monotonic() - start
+            if time.monotonic() >= deadline:
+                raise DataStall(words(), waited, rank=self._rank)
+            if waited >= warn_at:
+                warn_at = waited + max(1.0, self._warn_s)
+                self._stalls(words(), waited)
+            time.sleep(LOOK_S)
+
+    def _has(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError as fault:
+            raise ActorLost("the store in which ranks meet", f"whoever keeps it (torchrun, or rank 0) has ended: {fault}") from fault
+
+    def _stalls(self, words: str, seconds: float) -> None:
+        if self._on_stall is not None:
+            self._on_stall(words, seconds)
+        else:
+            log.warning("rank %d has waited %.0f s for %s", self._rank, seconds, words)
 
     def left(self) -> None:
         """This rank needs the session no more, though it has no connection that would tell."""
@@ -139,6 +215,12 @@ class _Board:
                 time.sleep(LOOK_S)
 
 
+def ranks(some: Sequence[int]) -> str:
+    """``rank 1``, or ``ranks 1, 2``; of very many the first ones."""
+    listed = ", ".join(map(str, some[:SHOWN])) + (f" and {len(some) - SHOWN} more" if len(some) > SHOWN else "")
+    return f"rank{'s' if len(some) != 1 else ''} {listed}"
+
+
 def _store(rank: int, world: int, timeout_s: float) -> Any:
     """The store of the process group, or the one that torchrun offers: as ``env://`` finds it."""
     try:
@@ -147,9 +229,14 @@ def _store(rank: int, world: int, timeout_s: float) -> Any:
         raise JobError([f"the ranks of torchrun meet in torch's store, and torch cannot be imported: {fault}"], "join") from fault
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
+    start = time.monotonic()
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise JobError([f"{', '.join(missing)}: not set; start the processes with torchrun, or set them as it does"], "join")
-    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s)))
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s)))
+    except dist.DistError as fault:  # its text speaks of sockets
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise DataStall(f"the {world} ranks of the world to meet at {where}", time.monotonic() - start, rank=rank) from fault
     return store
 
 

@@ -200,7 +200,7 @@ class Serving:
         deadline = time.monotonic() + timeout_s
         while waiting := [seat for seat in self.seats if seat.there or not seat.peer]:
             if time.monotonic() >= deadline:
-                log.warning("closing, though ranks %s have not left in %.0f s", _few([s.rank for s in waiting]), timeout_s)
+                log.warning("closing, though %s not left in %.0f s", _have([s.rank for s in waiting]), timeout_s)
                 return False
             time.sleep(0.05)
         return True
@@ -384,6 +384,10 @@ def _ranks(place: Any, ranks: Iterable[int] | None) -> list[int]:
     if problems := [problem for rank in wanted if (problem := place.rank_problem(rank))]:
         raise JobError(problems, "serve")
     return wanted
+
+
+def _have(ranks: list[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {_few(ranks)} {'has' if len(ranks) == 1 else 'have'}"
 
 
 def _few(ranks: list[int]) -> str:

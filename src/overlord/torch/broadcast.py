@@ -26,16 +26,18 @@ from overlord.client.step import Step
 from overlord.constructor.builder import Bucket
 from overlord.constructor.views import View, narrow
 from overlord.constructor.wide import Wide
-from overlord.errors import DataStall, OverlordError, PlanError, StateMismatch
+from overlord.errors import ActorLost, DataStall, OverlordError, PlanError, StateMismatch
 from overlord.hashing import digest
 from overlord.messages import Sealed, Told
 from overlord.torch.frames import Wire, as_said
 from overlord.torch.groups import Service
+from overlord.torch.leaving import Farewells
 
 log = logging.getLogger("overlord")
 
 END_S = 300.0  # for the others to finish their last step and ask for one more
 OTHERS_S = 10.0  # for the others to hear that this rank failed, or is leaving
+NOTE_S = 3.0  # for them to read that this rank failed, where the store ends with it
 LOOK = 16  # frames to look through for one that all ranks expect: a few are under way, and one at each rank that passes them on
 
 
@@ -64,11 +66,11 @@ class BroadcastClient(Client):
 
     def __init__(
         self, service: Service, view: View, wire: Wire, clients: Mapping[int, Client], *, split: tuple[str, tuple[str, ...]], start: State,
-        asking: Callable[[], Any], leave: Callable[[BroadcastClient], None],
+        asking: Callable[[], Any], leave: Callable[[BroadcastClient], None], farewells: Farewells,
     ):  # fmt: skip
         self.service, self._view, self._wire, self._clients, self._split = service, view, wire, dict(clients), split
         self._own = self._clients.get(service.rank)
-        self._asking, self._leave, self._asked = asking, leave, None
+        self._asking, self._leave, self._farewells, self._asked = asking, leave, farewells, None
         self._over: BaseException | None = None  # why no frame comes any more
         self._early: deque[dict[str, Any]] = deque()  # frames that came to a call they were not meant for
         self._images: Step | None = None  # of this rank's own, for the step whose frame is to come
@@ -264,11 +266,11 @@ class BroadcastClient(Client):
             state = self._own_client.state_dict()
         except OverlordError:
             state = None
-        self._wire.say({"kind": "end", "generation": self._generation, "state": state})
         try:
+            self._wire.say({"kind": "end", "generation": self._generation, "state": state})
             self._wire.flush(limit_s=END_S)
-        except DataStall as stall:
-            log.warning("rank %d: the end of the stream was not heard by all: %s", self.rank, stall)
+        except (ActorLost, DataStall) as why:
+            log.warning("rank %d: the end of the stream was not heard by all: %s", self.rank, why)
 
     def _fail(self, error: BaseException) -> None:
         self._over = error if isinstance(error, Exception) else OverlordError(f"rank {self.rank} was stopped by {type(error).__name__}")
@@ -281,16 +283,20 @@ class BroadcastClient(Client):
             return
         self._gone = True
         atexit.unregister(self._at_exit)
+        self._farewells.leave(self._wire.frames, self._state.step, self._fault)
         with contextlib.suppress(OverlordError):
             if self._over is None and self.service.fetches:
                 self._wire.flush(limit_s=OTHERS_S)
         self._wire.close()
+        if self._over is None and self._fault is not None and self.rank == 0:
+            self._farewells.wait_for_others(NOTE_S)
         if self._asked is not None:
             self._asked._asking.close()
         self._leave(self)
 
     def _at_exit(self) -> None:
-        self._failed = self._failed or getattr(sys, "last_value", None) is not None
+        self._fault = self._fault or getattr(sys, "last_value", None)
+        self._failed = self._failed or self._fault is not None
         self.close()
 
     # for people
@@ -307,10 +313,8 @@ class BroadcastClient(Client):
     def __repr__(self) -> str:
         f = self.figures()
         moved = f"{f['bytes_fetched']} bytes fetched, " if self.service.fetches else ""
-        return (
-            f"BroadcastClient({self.service}; {self.service.fetchers} ranks fetch; next step {self._state.step}, {moved}"
-            f"{f['bytes_broadcast']} broadcast)"
-        )
+        fetching = "1 rank fetches" if self.service.fetchers == 1 else f"{self.service.fetchers} ranks fetch"
+        return f"BroadcastClient({self.service}; {fetching}; next step {self._state.step}, {moved}{f['bytes_broadcast']} broadcast)"
 
 
 def _part(seat: int, step: Step, images: bool) -> dict[str, Any]:

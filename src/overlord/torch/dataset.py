@@ -9,13 +9,24 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from overlord.errors import JobError, StateMismatch
 from overlord.job import Job
 from overlord.torch.marks import State, state_behind
-from overlord.torch.steps import TensorStep
+from overlord.torch.steps import TensorMicrobatch, TensorStep
 
 NOT_BEGUN: State = {"stream": None, "microbatches": 0}
+
+
+def _refuse_collating(batch: Any, **_: Any) -> Any:
+    raise JobError(
+        ["batch_size: wanted None in the DataLoader, found a number; an item of a Dataset is a whole step, or microbatch, which is a batch "
+         "already: DataLoader(dataset, batch_size=None)"], "Dataset",
+    )  # fmt: skip
+
+
+default_collate_fn_map.update({TensorStep: _refuse_collating, TensorMicrobatch: _refuse_collating})
 
 
 class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked into

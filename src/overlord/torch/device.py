@@ -14,6 +14,7 @@ import torch
 
 from overlord.client.step import Step
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
+from overlord.job import Job
 from overlord.torch.facts import Facts
 from overlord.torch.marks import State, state_behind
 from overlord.torch.staging import Placing, Staging
@@ -43,6 +44,9 @@ class DevicePrefetcher:
     def __init__(self, client: Any, device: torch.device | str = "cuda", depth: int = 2, pin: bool = True):
         if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
             raise JobError([f"depth: wanted a whole number of at least 1, found {depth!r}"], "DevicePrefetcher")
+        if not hasattr(client, "__next__"):
+            words = "; open one: overlord.torch.join(job), or session.client(rank)" if isinstance(client, Job) else ""
+            raise JobError([f"wanted a client, found {type(client).__name__}{words}"], "DevicePrefetcher")
         self.client, self.device, self.depth = client, torch.device(device), depth
         if self.device.type == "cuda" and self.device.index is None:  # the thread's own current device is 0, whatever the trainer's is
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -144,7 +148,7 @@ class DevicePrefetcher:
 
     def __exit__(self, kind: object, value: object, *_: object) -> None:
         if kind is not None and not (isinstance(value, SystemExit) and not value.code) and hasattr(self.client, "_failed"):
-            self.client._failed = True  # as its own ``with`` would say: other ranks need not be waited for
+            self.client._failed, self.client._fault = True, value  # as its own ``with`` would say: other ranks need not be waited for
         self.close()
 
     def __repr__(self) -> str:

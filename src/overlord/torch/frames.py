@@ -10,6 +10,7 @@ refused   it could not load it; the stream goes on as before
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -25,14 +26,16 @@ from overlord.channel.codec import decode, encode
 from overlord.channel.frame import pack, size_of, unpack
 from overlord.constructor.slabs import SlabPool
 from overlord.errors import ActorLost, DataStall, OverlordError
+from overlord.runtime.join import WARN_S, ranks
 from overlord.torch.groups import Service
+from overlord.torch.leaving import Farewells, in_short, shortened
 
 log = logging.getLogger("overlord")
 
-WARN_S = 30.0  # as a client's: it says what it waits for, again and again
-WAIT_S = 0.5  # torch cannot be interrupted in a wait: Ctrl-C is heard between two
+WAIT_S = 0.5  # torch cannot be interrupted in a wait: Ctrl-C is heard between two, and who has left
 POLL_S = 0.001  # between looks at a device's collective, which has no wait of its own
 AHEAD = 2  # frames that the fetcher may be ahead of the slowest rank it serves
+SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\]\s*")  # where in its own source a library was when it failed
 
 
 class Wire:
@@ -40,14 +43,14 @@ class Wire:
 
     def __init__(
         self, service: Service, group: Any, device: torch.device, limit_s: float, *, stall_warn_s: float = WARN_S,
-        on_stall: Callable[[str, float], None] | None = None,
+        on_stall: Callable[[str, float], None] | None = None, farewells: Farewells | None = None,
     ):  # fmt: skip
         if device.type == "cuda" and device.index is None:  # a thread that prefetches would take the first one, whatever the rank's is
             device = torch.device("cuda", torch.cuda.current_device())
         self._service, self._group, self._device, self._limit_s = service, group, device, limit_s
-        self._warn_s, self._on_stall = stall_warn_s, on_stall
+        self._warn_s, self._on_stall, self._farewells = stall_warn_s, on_stall, farewells
         self._memory = SlabPool()
-        self._said: deque[tuple[list[Any], list[torch.Tensor]]] = deque()
+        self._said: deque[tuple[list[Any], list[torch.Tensor], int]] = deque()
         self._lock = threading.Lock()  # of ``_said``: who closes waits beside a thread that prefetches
         self._closed = False
         self._broken: Exception | None = None  # why frames cannot be told apart any more
@@ -66,7 +69,7 @@ class Wire:
         tensors = [torch.tensor([len(room)], device=self._device), torch.from_numpy(room).to(self._device)]
         works = [self._broadcast(tensor) for tensor in tensors]
         with self._lock:
-            self._said.append((works, tensors))
+            self._said.append((works, tensors, self.frames))
         self.frames, self.nbytes = self.frames + 1, self.nbytes + len(room)
         self.flush(AHEAD)
 
@@ -78,7 +81,7 @@ class Wire:
                     return
                 first = self._said[0]
             for work in first[0]:
-                self._wait(work, f"ranks {_others(self._service)} to take what rank {self._service.rank} broadcasts to them", limit_s)
+                self._wait(work, f"{ranks(_others(self._service))} to take what rank {self._service.rank} broadcasts", limit_s, first[2])
             with self._lock:
                 if self._said and self._said[0] is first:
                     self._said.popleft()
@@ -100,11 +103,11 @@ class Wire:
     def _heard(self, what: str) -> dict[str, Any]:
         who = f"rank {self._service.fetcher}, which fetches for this one, to broadcast {what}"
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._wait(self._broadcast(size), who)
+        self._wait(self._broadcast(size), who, frame=self.frames)
         n = int(size)
         room = self._memory(n)[:n]
         tensor = torch.from_numpy(room) if self._device.type == "cpu" else torch.empty(n, dtype=torch.uint8, device=self._device)
-        self._wait(self._broadcast(tensor), who)
+        self._wait(self._broadcast(tensor), who, frame=self.frames)
         if self._device.type != "cpu":
             torch.from_numpy(room).copy_(tensor)
         room.flags.writeable = False
@@ -127,15 +130,19 @@ class Wire:
         try:
             return dist.broadcast(tensor, self._service.fetcher, group=self._group, async_op=True)
         except (RuntimeError, ValueError) as fault:  # the group is gone, or one of it
-            raise self._lost(fault) from fault
+            raise self._lost(fault, self.frames) from fault
 
-    def _wait(self, work: Any, who: str, limit_s: float | None = None) -> None:
-        start, limit_s, warn_at = time.monotonic(), self._limit_s if limit_s is None else limit_s, self._warn_s
+    def _wait(self, work: Any, who: str, limit_s: float | None = None, frame: int = 0) -> None:
+        look_at, start, limit_s, warn_at = WAIT_S, time.monotonic(), self._limit_s if limit_s is None else limit_s, self._warn_s
         while not work.is_completed():
             if self._closed:
                 raise OverlordError(f"the client of rank {self._service.rank} is closed")
             if (waited := time.monotonic() - start) >= limit_s:
                 raise DataStall(who, waited, rank=self._service.rank)
+            if waited >= look_at:
+                look_at = waited + WAIT_S
+                if (left := self._left(frame)) is not None:
+                    raise left
             if waited >= warn_at:
                 warn_at = waited + max(1.0, self._warn_s)
                 self._stalls(who, waited)
@@ -147,11 +154,14 @@ class Wire:
                 return
             except RuntimeError as fault:  # it lasts, or it failed
                 if work.is_completed():
-                    raise self._lost(fault) from fault
+                    raise self._lost(fault, frame) from fault
         try:
             work.wait()
         except RuntimeError as fault:
-            raise self._lost(fault) from fault
+            raise self._lost(fault, frame) from fault
+
+    def _left(self, frame: int) -> ActorLost | None:
+        return None if self._farewells is None else self._farewells.before(frame)
 
     def _stalls(self, who: str, seconds: float) -> None:
         if self._on_stall is not None:
@@ -159,23 +169,24 @@ class Wire:
         else:
             log.warning("rank %d has waited %.0f s for %s", self._service.rank, seconds, who)
 
-    def _lost(self, fault: BaseException) -> ActorLost:
-        whom = (
-            f"one of ranks {_others(self._service)}"
-            if self._service.fetches
-            else f"rank {self._service.fetcher}, which fetches for this one,"
-        )
-        return ActorLost(whom, f"the broadcast failed: {str(fault).splitlines()[0][:200]}")
+    def _lost(self, fault: BaseException, frame: int) -> ActorLost:
+        """Who went without a word is known by the broken connection alone, and among several not even who it was."""
+        if (left := self._left(frame)) is not None:
+            return left
+        others = _others(self._service)
+        whom = f"rank {self._service.fetcher}, which fetches for this one,"
+        if self._service.fetches:
+            whom = ranks(others) if len(others) == 1 else f"one of {ranks(others)}"
+        text = shortened(SOURCE_LINE.sub("", next(iter(str(fault).splitlines()), "")).partition(". ")[0])  # then it gives advice
+        return ActorLost(whom, f"its process has ended, or the network between has failed; torch says: {text}")
 
 
-def _others(service: Service) -> str:
-    return ", ".join(str(rank) for rank in service.members if rank != service.rank)
+def _others(service: Service) -> list[int]:
+    return [rank for rank in service.members if rank != service.rank]
 
 
 def as_said(error: BaseException, rank: int) -> Exception:
     """An error in a form that travels, and that ends a loop nowhere in silence."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    return ActorLost(
-        f"rank {rank}, which fetches for this one,", f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    )
+    return ActorLost(f"rank {rank}, which fetches for this one,", f"it was stopped by {in_short(error)}")

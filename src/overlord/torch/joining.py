@@ -20,12 +20,14 @@ from overlord.constructor.views import view_of
 from overlord.errors import DataStall, JobError
 from overlord.job import Job
 from overlord.messages import Sealed
-from overlord.runtime.join import HEARD_S, LOOK_S, _Board, _host, _owning, _whole
+from overlord.runtime.agreeing import difference, parts_of
+from overlord.runtime.join import HEARD_S, LOOK_S, STALLS, _Board, _host, _owning, _whole
 from overlord.runtime.join import join as plain_join
 from overlord.runtime.launch import launch
 from overlord.torch.broadcast import BroadcastClient, sealed
 from overlord.torch.frames import Wire
 from overlord.torch.groups import Service, make_group, service_of
+from overlord.torch.leaving import Farewells
 
 if TYPE_CHECKING:
     from overlord.plan import LoadingPlan
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 
 ASK_S = 30.0  # for an answer of the session's front door
 AFTER_S = 60.0  # behind our own deadline, which says who is waited for; torch's does not
-STALLS = ("stall_warn_s", "stall_limit_s", "on_stall")
 
 
 def join(
@@ -45,6 +46,7 @@ def join(
     Where the plan broadcasts (``broadcast_at``) one rank of each group fetches and the others get their part from it, in a process
     group of their own: a ``BroadcastClient``. Ranks of a group take steps and load states together. ``device``: broadcast
     through this device's memory (NCCL) and not through the host's (gloo). ``wait_s``: how far ranks of a group may be apart.
+    ``timeout_s``: for rank 0 to launch and, where the plan broadcasts, for every rank to come. All ranks make the same job.
     Everything else is as in ``overlord.join``; ``broadcast=False`` lets every rank fetch its own.
     """
     if not isinstance(job, Job) or "WORLD_SIZE" not in os.environ or "RANK" not in os.environ or os.environ["WORLD_SIZE"] == "1":
@@ -52,17 +54,27 @@ def join(
     rank, world = _whole("RANK") if rank is None else rank, _whole("WORLD_SIZE")
     if world != job.place.world_size:
         raise JobError([f"place: wanted the {world} ranks of WORLD_SIZE, found {job.place.world_size} in {job.place}"], "join")
-    board = _Board(rank, world, timeout_s)
+    board = _Board(rank, world, timeout_s, {name: launch_options[name] for name in STALLS if name in launch_options})
     session = _launched(job, board, timeout_s, launch_options) if rank == 0 else None
-    said = board.read(timeout_s) if session is None else session.said
+    said = board.read() if session is None else session.said
     if isinstance(said.get("error"), BaseException):
         raise said["error"]
     try:
+        _meet(job, rank, said, board)
         return _Joining(job, rank, said, board, session, leave_s, launch_options).client(torch.device(device or "cpu"), wait_s)
     except BaseException:
         if session is not None:
             session.session.close()
         raise
+
+
+def _meet(job: Job, rank: int, said: dict[str, Any], board: _Board) -> None:
+    """Before groups are made all must be here, and with one job; where there are none, a rank speaks for itself."""
+    differs = difference(job, rank, said["job"])
+    if said["broadcast"]:
+        board.meet("" if differs is None else "; ".join(differs.problems))
+    if differs is not None:
+        raise differs
 
 
 class _Launched:
@@ -75,7 +87,7 @@ class _Launched:
 def _launched(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]) -> _Launched:
     session: Session | None = None
     try:
-        host = _host()
+        host, parts = _host(), parts_of(job)
         if not options.get("constructors", True):  # clients that build for themselves are what the others are measured against
             options = {**options, "broadcast": False}
         session = launch(job, **options)
@@ -85,6 +97,7 @@ def _launched(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]
         axis, broadcast = ("DP", ()) if plan is None else (plan.main.axis, _serving_axes(job, plan))
         encodes = plan is not None and "encoder" in plan.modules
         said = {"address": served.address, "token": served.token, "axis": axis, "broadcast": broadcast, "encodes": encodes}
+        said["job"] = parts
         said["start"] = sealed(session._start_state)
         _excuse(session, axis, broadcast, encodes)
     except BaseException as error:
@@ -146,12 +159,13 @@ class _Joining:
             only = self._open(self._rank)
             return self._owned(only) if self._session is not None else only
         view = view_of(self._job.place, self._axis, (), self._rank, self._job.batch.cp_split)
-        clients, wire = self._clients(s), Wire(s, group, device, wait_s, **self._warning())
+        farewells = Farewells(self._board, s)
+        clients, wire = self._clients(s), Wire(s, group, device, wait_s, farewells=farewells, **self._warning())
         if self._session is not None:
             self._owned(clients[0])
         return BroadcastClient(
             s, view, wire, clients, split=(self._axis, self._broadcast), start=self._start(clients),
-            asking=self._asking, leave=self._leave,
+            asking=self._asking, leave=self._leave, farewells=farewells,
         )  # fmt: skip
 
     def _warning(self) -> dict[str, Any]:

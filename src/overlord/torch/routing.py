@@ -192,15 +192,18 @@ def share_rows(rows: torch.Tensor, index: Any, group: Group, *, gradients: str =
     if gradients not in GRADIENTS:
         raise PlanError(f"share_rows: unknown gradients={gradients!r}; known: {', '.join(GRADIENTS)}")
     first = dist.get_global_rank(group, 0) if group is not None else 0
-    count = torch.tensor([len(rows)], device=rows.device)
-    dist.broadcast(count, first, group=group)
-    places = torch.empty(int(count), dtype=torch.int64, device=rows.device)
+    counts = torch.tensor([len(rows), len(index) if dist.get_rank() == first else 0], device=rows.device)
+    dist.broadcast(counts, first, group=group)
+    count, indexed = counts.tolist()
+    if count != indexed:  # on all ranks, or the others would wait for the one that sees it
+        raise PlanError(f"share_rows: wanted a place for each row on rank {first}, found {count} rows and {indexed} places in index")
+    places = torch.empty(count, dtype=torch.int64, device=rows.device)
     if dist.get_rank() == first:
         places = _index(np.asarray(index, np.int64), rows.device)
     if len(places):
         dist.broadcast(places, first, group=group)
     anchor = rows.new_zeros((), requires_grad=torch.is_grad_enabled())
-    shared: torch.Tensor = _Share.apply(rows, anchor, int(count), first, gradients == "sum", group)
+    shared: torch.Tensor = _Share.apply(rows, anchor, count, first, gradients == "sum", group)
     return shared, places.cpu().numpy()
 
 

@@ -51,10 +51,16 @@ def tensors(
     """All keys of a microbatch as tensors. Without a device, or on the CPU, they share its memory: read, never write.
 
     On a device everything is copied but what the host reads (``max_seqlen``, route maps). ``non_blocking`` helps from pinned memory
-    only; ``DevicePrefetcher`` has that, and copies in the background.
+    only; ``DevicePrefetcher`` has that, and copies in the background. A microbatch that another rank fetches is refused: it has none.
     """
-    made = {key: as_tensor(value) for key, value in microbatch.items()}
+    made = _shared(microbatch)
+    if not made and isinstance(microbatch, (Microbatch, TensorMicrobatch)) and (why := why_missing(microbatch)):
+        raise KeyError(f"'tokens' {why}")
     return made if device is None else _moved(made, torch.device(device), non_blocking)
+
+
+def _shared(microbatch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {key: as_tensor(value) for key, value in microbatch.items()}
 
 
 def _moved(made: Mapping[str, torch.Tensor], device: torch.device, non_blocking: bool) -> dict[str, torch.Tensor]:
@@ -74,7 +80,7 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
     @staticmethod
     def of(microbatch: Mapping[str, Any]) -> TensorMicrobatch:
         """Sharing its memory."""
-        return TensorMicrobatch(tensors(microbatch), lambda: list(getattr(microbatch, "samples", ())), why=why_missing(microbatch))
+        return TensorMicrobatch(_shared(microbatch), lambda: list(getattr(microbatch, "samples", ())), why=why_missing(microbatch))
 
     def __getitem__(self, key: str) -> torch.Tensor:
         try:
