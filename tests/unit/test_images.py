@@ -78,6 +78,16 @@ def test_an_image_is_a_run_of_placeholders_three_numbers_and_an_item() -> None:
     assert block.meta["bytes"].tolist() == [8 * 4 + len(A) + 96, 10 * 4 + len(B) + len(C) + 192]  # type: ignore[union-attr]
 
 
+def test_a_source_in_which_no_row_has_an_image_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    some, none = pipeline(Tokens(), SPEC), pipeline(Tokens(), SPEC)
+    run(stages=some, tokens=[[1]], images=[[A]])
+    for stages in (some, none):
+        for _ in range(3):
+            run(stages=stages, tokens=[[1]] * 600, images=pa.array([[]] * 600, pa.list_(pa.binary())))
+    (told,) = [r.getMessage() for r in caplog.records]
+    assert told.startswith("source 'web': none of its first 1200 rows has an image in 'images'")
+
+
 def test_placeholders_stand_where_they_are_asked_for() -> None:
     rows = {"tokens": [[1, 5, 2, 5], [3]], "images": [[B, A], None]}
     end = run(Tokens(), replace(SPEC, at="end"), **rows)

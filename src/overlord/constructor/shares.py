@@ -17,7 +17,8 @@ DOCUMENT_BYTES = {"cu_seqlens": 4, "cu_seqlens_padded": 4, "source_ids": 4}
 
 def delivery(plan: LoadingPlan, batch: Batch, broadcast: bool = True) -> dict[str, Any]:
     """``clients``: how many fetch, one for each bucket and fetcher; ``fetchers``: the ranks whose processes do; ``served``: ranks that
-    the trainer broadcasts to; ``bytes_by_client``: of arrays in this step, by the rank whose microbatches they are; and their sum."""
+    the trainer broadcasts to; ``bytes_by_client``: of arrays in this step, by the rank whose microbatches they are, without pixels; and
+    their sum."""
     place, main = plan.tree, plan.main
     dims = main.broadcast if broadcast else ()
     views, bucket_of = views_of(place, main.axis, dims, batch.cp_split), place.bucket_of(main.axis).tolist()

@@ -81,7 +81,9 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
         return
     if ENCODER not in plan.modules:
         raise PlanError(
-            f"the job has images, and the plan has no module {ENCODER!r}", plan.step, "end the strategy with .plan(encoder=...)"
+            f"the job has images, and the plan has no module {ENCODER!r}",
+            plan.step,
+            "end the strategy with .plan(encoder=...); plan_raw places samples alone",
         )
     wanted, found = column.lengths, np.bincount(plan.modules[ENCODER].sample, minlength=len(plan))
     if not np.array_equal(wanted, found):

@@ -5,6 +5,7 @@ Only headers are read here, one image at a time; bytes of files stay where Arrow
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -23,8 +24,11 @@ from overlord.transforms.imagefile import BadImage, header
 from overlord.transforms.images import META, Images, chances
 from overlord.transforms.pixels import PREFIX_BYTES, Prefix, make_ready
 
+log = logging.getLogger("overlord")
+
 ITEM = HIDDEN + "\x1fitem"  # which items a row has
 CHANCE = HIDDEN + "\x1fchance"  # a key per row, made where it is still known who the row is
+MANY_ROWS = 1000  # of a source, all without an image: it is told
 WANTED = "images (binary, struct<bytes, path>, or lists of these)"
 
 
@@ -227,8 +231,30 @@ def with_placeholders(ids: Ragged, row: np.ndarray, out: np.ndarray, spec: Image
     return Ragged(np.repeat(values, times), ends[starts]), ends[where] - ends[starts[row]]
 
 
-def add_items(block: Block, frame: Frame, chosen: Column, spec: Images, so_far: list[int]) -> None:
-    """The images of the block's samples. ``chosen``: their numbers; ``so_far``: bytes of files and of pixels, what "auto" goes by.
+@dataclass(slots=True)
+class SeenImages:
+    """What the images of a source came to so far: bytes of files and of pixels, which "auto" goes by, and how many rows had none."""
+
+    source: str
+    files: int = 0
+    pixels: int = 0
+    rows: int = 0
+    told: bool = False
+
+    def add(self, rows: int, files: int, pixels: int, column: object) -> None:
+        """Rows without images are fine. A source without any is likely a wrong name, since in a tar a name that fits no member is no
+        error: it is said, once."""
+        self.rows, self.files, self.pixels = self.rows + rows, self.files + files, self.pixels + pixels
+        if self.rows >= MANY_ROWS and not self.files and not self.told:
+            self.told = True
+            log.warning(
+                "source %r: none of its first %d rows has an image in %r; in tar shards a column is the ending of members ('jpg'), "
+                "'images' for all of them, or a pattern", self.source, self.rows, column,
+            )  # fmt: skip
+
+
+def add_items(block: Block, frame: Frame, chosen: Column, spec: Images, so_far: SeenImages) -> None:
+    """The images of the block's samples. ``chosen``: their numbers.
 
     The metadata ``bytes`` counts files, never pixels: it must not depend on where pixels are made.
     """
@@ -237,8 +263,8 @@ def add_items(block: Block, frame: Frame, chosen: Column, spec: Images, so_far: 
     ends = np.concatenate([[0], np.cumsum(files + PREFIX_BYTES)])
     block.meta["bytes"] = np.asarray(block.meta["bytes"]) + np.diff(ends[chosen.offsets])
     block.image_bytes_in, block.image_bytes_out = int(files.sum()), int(pixels.sum())
-    so_far[:] = so_far[0] + block.image_bytes_in, so_far[1] + block.image_bytes_out
-    here = spec.place == "loader" or (spec.place == "auto" and so_far[1] <= so_far[0])
+    so_far.add(frame.table.num_rows, block.image_bytes_in, block.image_bytes_out, spec.column)
+    here = spec.place == "loader" or (spec.place == "auto" and so_far.pixels <= so_far.files)
     block.items = write_items(frame.laid, chosen, here)
 
 

@@ -42,7 +42,7 @@ from overlord.transforms.columns import (
     unequal_items,
 )
 from overlord.transforms.frame import Frame, join_rows, run_each, run_whole, said
-from overlord.transforms.imagerows import CHANCE, ITEM, add_items, check_images, find_images, run_images
+from overlord.transforms.imagerows import CHANCE, ITEM, SeenImages, add_items, check_images, find_images, run_images
 from overlord.transforms.images import META, Images
 from overlord.transforms.text import Encoder, Tokenize, build_encoder
 
@@ -61,7 +61,7 @@ class Pipeline:
         self.holds_lock: bool = any(t.holds_lock for t in self.transforms)
         self.columns: tuple[str, ...] | None = self._raw_columns()
         self._images = find_images(source, self.transforms)
-        self._image_bytes = [0, 0]  # of files and of pixels so far: what place="auto" goes by
+        self._seen = SeenImages(source)
         names = self.meta_names = tuple(t.name for t in self.transforms if isinstance(t, Meta)) + (META if self._images else ())
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise TransformError(source, "Meta", f"the name {twice[0]!r} is used twice", "metadata needs names of its own")
@@ -154,7 +154,7 @@ class Pipeline:
         block = Block(frame.index[row], part, tokens, meta, sorted(frame.bad))
         if frame.laid is not None:
             assert self._images is not None
-            add_items(block, frame, meta_rows(frame.table.column(ITEM), row, part), self._images, self._image_bytes)
+            add_items(block, frame, meta_rows(frame.table.column(ITEM), row, part), self._images, self._seen)
         return block
 
     def _between(self) -> list[tuple[Transform | None, str, Callable[[pa.Table, str], None]]]:
