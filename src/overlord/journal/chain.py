@@ -124,10 +124,11 @@ class Chain:
         if parts and parts[0].ordinal > kept:
             what = f"wanted {name_of(kept)} as the first segment, found no such segment"
             faults.insert(0, Fault(parts[0].name, 0, what, MISSING))
-        for i, part in enumerate(parts):
-            if part.header is None and not part.void and not part.faults and i < len(parts) - 1:
-                part.faults.append(Fault(part.name, 0, f"wanted a whole header, found {part.nbytes} bytes of one"))
         counted = [p for p in parts if not p.void]
+        last = self.last
+        for part in counted:  # one that was just being made may lie at the end, where no other follows
+            if part.header is None and not part.faults and last is not None and part.ordinal < last.ordinal:
+                part.faults.append(Fault(part.name, 0, f"wanted a whole header, found {part.nbytes} bytes of one"))
         faults += [fault for p in counted for fault in p.faults]
         faults.sort(key=lambda f: (f.segment, f.offset))
         cuts = [Cut(p.name, p.end, p.torn) for p in counted if p.torn] + [Cut(p.name, 0, p.nbytes) for p in parts if p.void]

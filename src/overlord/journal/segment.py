@@ -111,12 +111,12 @@ def open_header(data: bytes, segment: str) -> Opened | Fault | None:
         return None
     text = data[PREFIX_BYTES:end]
     if (crc := zlib.crc32(text)) != text_crc:
-        wrong = Fault(segment, PREFIX_BYTES, f"wanted a header of {size} bytes with checksum {text_crc:08x}, found {crc:08x}")
+        wrong = Fault(segment, 0, f"wanted a header of {size} bytes with checksum {text_crc:08x}, found {crc:08x}")
         return None if unwritten(data[:end], 0) else wrong
     try:
         return Opened(_header(json.loads(text)), end, seed_of(data[:end]))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        return Fault(segment, PREFIX_BYTES, f"wanted the fields of a header, found others: {type(error).__name__}: {error}", NEWER)
+        return Fault(segment, 0, f"wanted the fields of a header, found others: {type(error).__name__}: {error}", NEWER)
 
 
 def _header(found: Any) -> SegmentHeader:
