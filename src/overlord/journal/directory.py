@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ from overlord.journal.segment import SUFFIX, ordinal_of
 LOCK = "journal.lock"
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 _sync_data = getattr(os, "fdatasync", os.fsync)  # it also makes a file's new length durable
-_held: weakref.WeakSet[Directory] = weakref.WeakSet()
+_held: set[Directory] = set()  # not weak: who drops a log without closing it still has its files open
 
 
 class Directory:
