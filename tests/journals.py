@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from overlord.journal.chain import Chain, Reading
-from overlord.journal.log import Log
+from overlord.journal.log import Log, Where, read_all
 from overlord.journal.place import NameTaken, refusal
 from overlord.journal.record import Record
 from overlord.journal.segment import Header
@@ -83,3 +83,11 @@ def reading(files: dict[str, bytes]) -> Reading:
 
 def plain(records: Sequence[Record]) -> list[tuple[str, int, Any]]:
     return [(record.kind, record.number, record.body) for record in records]
+
+
+def plan(number: int, nbytes: int = 20) -> Record:
+    return Record.of("plan", number, bytes([number % 251]) * nbytes)
+
+
+def numbers(where: Where) -> list[int]:
+    return [record.number for record in read_all(where)]

@@ -55,7 +55,29 @@ def test_pruning_removes_objects_and_reading_goes_on(uri, server):
     assert log.prune(6) == 7
     log.append([plan(10)])
     assert numbers(uri) == [6, 7, 8, 9, 10]
-    assert len([m for page in server.bucket().list(uri.split(f"{BUCKET}/")[1]) for m in page]) == 6
+    objects = [m["path"] for page in server.bucket().list(uri.split(f"{BUCKET}/")[1]) for m in page]
+    assert len(objects) == 7  # with the first: it says who opened the journal
+    with pytest.raises(JournalError, match="wanted an empty journal"):
+        Log.create(uri, JOB)
+
+
+def test_a_writer_that_wakes_after_its_successor_has_pruned_everything_is_shut_out_all_the_same(uri):
+    """Its next number must still be taken, or it would go on beside the other."""
+    old = Log.create(uri, JOB)
+    old.append([plan(0)])
+    new, _ = Log.open(uri, JOB)
+    for k in range(1, 5):
+        new.append([plan(k)])
+    newest, _ = Log.open(uri, JOB)
+    assert newest.prune(100) > 0
+    for late in (old, new):
+        with pytest.raises(JournalError, match="has taken over"):
+            late.append([plan(9)])
+    newest.append([plan(5)])
+    again, before = Log.open(uri, JOB)
+    assert ([record.number for record in before], again.generation) == ([5], 4)
+    assert again.prune(100) > 0
+    assert verify(uri).faults == ()
 
 
 def test_a_second_writer_takes_over_and_the_first_is_shut_out_for_good(uri):

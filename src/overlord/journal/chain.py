@@ -46,6 +46,11 @@ class Part:
     void: bool = False  # a later segment leaves it out
 
     @property
+    def opens(self) -> bool:
+        """Whether a writer shut out those before it by this segment."""
+        return self.header is not None and self.header.opened == self.ordinal
+
+    @property
     def top(self) -> int | None:
         """The highest number among records that are no notes."""
         return max((p.record.number for p in self.records if not p.record.is_note), default=None)
@@ -132,7 +137,7 @@ class Chain:
         faults += [fault for p in counted for fault in p.faults]
         faults.sort(key=lambda f: (f.segment, f.offset))
         cuts = [Cut(p.name, p.end, p.torn) for p in counted if p.torn] + [Cut(p.name, 0, p.nbytes) for p in parts if p.void]
-        return Reading(parts, faults, sorted(cuts, key=lambda c: c.segment), [p.name for p in self.parts if p.ordinal < kept])
+        return Reading(parts, faults, sorted(cuts, key=lambda c: c.segment), [p for p in self.parts if p.ordinal < kept])
 
     def _kept(self) -> int:
         """The first segment that was not pruned, by the last note that says so."""
@@ -166,7 +171,7 @@ class Reading:
     parts: list[Part]
     faults: list[Fault]
     cuts: list[Cut]
-    doomed: list[str]  # segments that were pruned and are still there
+    doomed: list[Part]  # segments that were pruned and are still there
 
     @property
     def records(self) -> list[Record]:

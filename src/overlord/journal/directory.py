@@ -98,7 +98,7 @@ class Directory:
         try:
             self._file = os.open(path, _NEW, 0o644)
         except FileExistsError:
-            raise NameTaken(name, path.read_bytes()) from None
+            raise NameTaken(name, next(self.fetch([name]))[1]) from None
         except OSError as error:
             raise refusal(f"{self.shown}/{name}", "be created", error) from None
         self._name = name

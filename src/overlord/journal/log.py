@@ -44,6 +44,7 @@ class _Kept:
     name: str
     ordinal: int
     top: int | None
+    opens: bool = False  # a writer shut out those before it by this one
 
 
 class Log:
@@ -58,8 +59,9 @@ class Log:
         self._claim, self._writer = token_hex(8), whoami()
         self._after: After = reading.after if reading else NOTHING_BEFORE
         self._next = reading.next_ordinal if reading else 0
-        self._kept = [_Kept(p.name, p.ordinal, None if p.void else p.top) for p in reading.parts] if reading else []
-        self._doomed = list(reading.doomed) if reading else []
+        self._opened = self._next
+        self._kept = [_Kept(p.name, p.ordinal, None if p.void else p.top, p.opens) for p in reading.parts] if reading else []
+        self._doomed = [p.name for p in reading.doomed if not (p.opens and place.whole)] if reading else []
         self._tip: _Tip | None = None
         self._ended: JournalError | None = None
 
@@ -163,14 +165,14 @@ class Log:
             self._place.prove(name, data)
         self._tip = _Tip(name, self._next, seed, len(head), len(data))
         self._after = After(self._next, len(data), 0)
-        self._kept.append(_Kept(name, self._next, None))
+        self._kept.append(_Kept(name, self._next, None, claiming))
         self._next += 1
         self._note_numbers(records)
 
     def _segment_header(self) -> SegmentHeader:
         return SegmentHeader(
-            ordinal=self._next, generation=self.generation, journal=self._journal, claim=self._claim, job=self._header.job,
-            fingerprint=dict(self._header.fingerprint), after=self._after, writer=self._writer, version=__version__,
+            ordinal=self._next, generation=self.generation, opened=self._opened, journal=self._journal, claim=self._claim,
+            job=self._header.job, fingerprint=dict(self._header.fingerprint), after=self._after, writer=self._writer, version=__version__,
         )  # fmt: skip
 
     def _is_ours(self, taken: NameTaken) -> bool:
@@ -198,7 +200,8 @@ class Log:
     def prune(self, before: int) -> int:
         """Removes segments from the oldest on, as long as all their records have lower numbers; the one being written stays.
 
-        That they are no longer wanted is noted durably first: a segment that is gone without a note was lost. Returns how many went.
+        That they are no longer wanted is noted durably first: a segment that is gone without a note was lost. In a store those by which
+        writers were shut out stay for ever: a writer that wakes late must find its next number taken. Returns how many segments ended.
         """
         going = []
         for kept in self._kept:
@@ -209,7 +212,7 @@ class Log:
             first = next((kept.ordinal for kept in self._kept[len(going) :]), self._next)
             self._write([pruned(before, first)])
             del self._kept[: len(going)]
-            self._doomed += [kept.name for kept in going]
+            self._doomed += [kept.name for kept in going if not (kept.opens and self._place.whole)]
         if self._doomed:
             self._place.remove(self._doomed)
             self._doomed = []

@@ -33,6 +33,10 @@ class Header:
     job: str
     fingerprint: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if wrong := [text for text in (self.job, *self.fingerprint, *self.fingerprint.values()) if not _text(text)]:
+            raise ValueError(f"wanted texts that can be printed, found {wrong[0]!r:.60}")
+
 
 @dataclass(frozen=True, slots=True)
 class After:
@@ -49,6 +53,7 @@ class SegmentHeader:
 
     ordinal: int
     generation: int  # raised each time that a writer opens the journal
+    opened: int  # the first segment of this generation: by it the writers before were shut out
     journal: str  # drawn when the journal was made: segments of two journals cannot be mixed up
     claim: str  # drawn when the writer opened it
     job: str
@@ -123,14 +128,20 @@ def _header(found: Any) -> SegmentHeader:
     """From JSON, every field looked at: a header comes from a file."""
     texts = {key: found[key] for key in ("journal", "claim", "job", "writer", "version")}
     fingerprint, after = found["fingerprint"], found["after"]
-    if wrong := [key for key, value in texts.items() if not isinstance(value, str)]:
+    if wrong := [key for key, value in texts.items() if not _text(value)]:
         raise TypeError(f"{wrong[0]} is no text")
-    if not isinstance(fingerprint, dict) or not all(isinstance(value, str) for value in fingerprint.values()):
+    if not isinstance(fingerprint, dict) or not all(_text(word) for part in fingerprint.items() for word in part):
         raise TypeError("fingerprint is no map of texts")
     told = After(_whole(after["ordinal"], -1), _whole(after["end"]), _whole(after["torn"]))
     return SegmentHeader(
-        ordinal=_whole(found["ordinal"]), generation=_whole(found["generation"]), fingerprint=fingerprint, after=told, **texts
-    )
+        ordinal=_whole(found["ordinal"]), generation=_whole(found["generation"]), opened=_whole(found["opened"]), fingerprint=fingerprint,
+        after=told, **texts,
+    )  # fmt: skip
+
+
+def _text(value: Any) -> bool:
+    """A text that a terminal may be given."""
+    return isinstance(value, str) and value.isprintable()
 
 
 def _whole(value: Any, least: int = 0) -> int:

@@ -65,7 +65,7 @@ def _line(record: Record) -> dict[str, Any]:
 
 
 def _said(record: Record, width: int) -> str:
-    text = json.dumps(outline(_body(record)), ensure_ascii=False, default=str)
+    text = json.dumps(outline(_body(record)), default=str)
     room = max(20, width - 60)
     return text if len(text) <= room else text[: room - 3] + "..."
 
