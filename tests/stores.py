@@ -162,7 +162,8 @@ class Fault:
 
     ``kind``: a status (503), or "short" (fewer bytes than promised, then the connection ends), "less" (promised fewer
     than asked for), "elsewhere" (another range than asked for), "whole" (200 and the whole object, whatever range was
-    asked for), "unconditional" (If-Match is not looked at), "reset", "stall" (half, then nothing).
+    asked for), "unconditional" (If-Match is not looked at), "reset", "stall" (half, then nothing), "unanswered" (carried
+    out, then a reset instead of an answer), "overwrites" (a put as if it had no condition).
     With ``tells`` the error quotes the request's signature and keys.
     """
 
@@ -246,16 +247,22 @@ class _Handler(BaseHTTPRequestHandler):
         kind = fault.kind if fault else ""
         if isinstance(kind, int):
             assert fault is not None
+            self._sent()
             told = self._told() if fault.tells else ""
             body = f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>as told</Message>{told}</Error>"
             return self._answer(kind, {"Content-Type": "application/xml"}, body.encode())
-        if kind == "reset":
+        if kind in ("reset", "unanswered"):
+            if kind == "unanswered":
+                self._ask()
             self.proxy.note(self, kind)
             # No lingering: the peer sees a reset, not an orderly end.
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
             self.close_connection = True
             return None
+        if kind == "overwrites":
+            put = self.proxy.server.bucket().put(self._key(), self._sent())
+            return self._answer(200, {"ETag": str(put["e_tag"])}, b"", str(kind))
         status, headers, body = self._unconditional() if kind == "unconditional" else self._ask()
         if kind == "less":
             body = body[: len(body) // 2]
@@ -288,12 +295,15 @@ class _Handler(BaseHTTPRequestHandler):
         }
         return 206, content, bytes(found.bytes())
 
+    def _sent(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
     def _key(self) -> str:
         return unquote(self.path).removeprefix(f"/{BUCKET}/")
 
     def _ask(self) -> tuple[int, dict[str, str], bytes]:
         with closing(http.client.HTTPConnection("127.0.0.1", self.proxy.server.port, timeout=30)) as upstream:
-            sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            sent = self._sent()
             upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
                 upstream.putheader(name, value)

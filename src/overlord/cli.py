@@ -236,6 +236,61 @@ def explain(job_yaml: Path, step: int | None, sample: str | None, within: int, m
     _guarded(act, debug)
 
 
+@cli.group()
+def journal() -> None:
+    """Look into a job's journal: a directory, or a store's URI. Nothing is written, and the job may run meanwhile."""
+
+
+@journal.command()
+@click.argument("uri")
+@click.option("--last", type=click.IntRange(min=1), metavar="N", help="Only the last N records.")
+@click.option("--json", "as_json", is_flag=True, help="As one JSON document.")
+@debug
+def show(uri: str, last: int | None, as_json: bool, debug: bool) -> None:
+    """List the records of a journal."""
+
+    def act() -> None:
+        from overlord.journal.log import read
+        from overlord.journal.report import report_of
+        from overlord.observe import journal as views
+
+        reading, console = read(uri), _console()
+        report = report_of(uri, reading)
+        if as_json:
+            click.echo(views.as_json(report, reading, last))
+        else:
+            console.print(views.journal_view(report, reading, last, console.width))
+        _tell_faults(report.faults)
+
+    _guarded(act, debug)
+
+
+@journal.command("verify")
+@click.argument("uri")
+@debug
+def check(uri: str, debug: bool) -> None:
+    """Read every byte of a journal and say what is wrong with it."""
+
+    def act() -> None:
+        from overlord.journal.report import verify
+
+        report = verify(uri)
+        click.echo(f"job {report.job!r}: {report.records} records in {report.segments} segments, {report.nbytes} bytes")
+        for cut in report.cuts:
+            click.echo(f"no fault, a write that was cut: {cut}")
+        _tell_faults(report.faults)
+        click.echo("every record is whole")
+
+    _guarded(act, debug)
+
+
+def _tell_faults(faults: tuple[str, ...]) -> None:
+    """A sentence each, and the exit code that says so."""
+    if faults:
+        _error(f"{len(faults)} fault{'s' * (len(faults) > 1)} in the journal", "\n".join(f"  - {fault}" for fault in faults))
+        sys.exit(FAILED)
+
+
 def _read_job(path: Path, modules: tuple[str, ...]) -> Job:
     from importlib import import_module
 

@@ -24,6 +24,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import balance  # noqa: E402
 import constructors  # noqa: E402
 import endtoend_model  # noqa: E402
+import journal  # noqa: E402
 from balancing.ahead import Stream, run_ahead  # noqa: E402
 from balancing.bounds import iteration_bound, microbatch_bound  # noqa: E402
 from balancing.grid import Case, Outcome, measure  # noqa: E402
@@ -282,3 +283,9 @@ def test_without_constructors_the_benchmark_counts_a_link_from_every_loader_host
     assert len(found.fetch_ms) == 6
     page = constructors.page([found], "2026-01-01", "python benchmarks/constructors.py", 1)
     assert len([line for line in page.splitlines() if line.startswith("| 2 (1 x 2) | direct |")]) == 2
+
+
+def test_appends_are_measured_beside_a_bare_write_and_sync(tmp_path: Path) -> None:
+    found = journal.measure(tmp_path, 1000, 3)
+    assert list(found) == ["write + fdatasync", "journal, bytes", "journal, values with arrays"]
+    assert found["write + fdatasync"][-1] == "1,000"

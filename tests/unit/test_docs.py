@@ -80,7 +80,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 PRIMITIVES = sorted((ROOT / "docs" / "primitives").glob("*.md"))
-PYTHON = [ROOT / "README.md", ROOT / "docs" / "jobs.md", ROOT / "docs" / "images.md", *PRIMITIVES]
+PYTHON = [ROOT / "README.md", ROOT / "docs" / "jobs.md", ROOT / "docs" / "images.md", ROOT / "docs" / "journal.md", *PRIMITIVES]
 
 
 @pytest.mark.parametrize("page", PYTHON, ids=lambda page: str(page.relative_to(ROOT)))

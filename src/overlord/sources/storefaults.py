@@ -15,7 +15,16 @@ FEW = 3  # tries of what a faulty proxy does once and a wrong set-up always
 _STATUS = re.compile(r"status code: (\d{3})(?: ([A-Za-z -]+))?")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _KIND = re.compile(r"\bkind: (\w+)")
-_PASSING = {"RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "InternalError", "ServiceUnavailable", "OperationAborted"}
+_PASSING = {
+    "RequestTimeout",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "InternalError",
+    "ServiceUnavailable",
+    "OperationAborted",
+    "ConditionalRequestConflict",
+}
 _SHOWN = 300  # letters of a library's text
 
 _UNDER_RUN = "training data must not change under a run; restore it, or start a new run"
@@ -73,7 +82,7 @@ def why(error: Exception) -> Failure:
 
 
 def _by_status(status: int, code: str, shown: str) -> Failure:
-    if status in (408, 429) or status >= 500 or code in _PASSING:
+    if status in (408, 429) or (status >= 500 and status != 501) or code in _PASSING:
         return Failure(str(status), shown)
     if status == 404:
         return Failure("gone", shown, "check the name of the bucket" if code == "NoSuchBucket" else _UNDER_RUN, 1)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -130,6 +130,31 @@ class Remote:
     def read(self, file: File, start: int, stop: int) -> memoryview:
         """Exactly these bytes of exactly this version of the object."""
         return self._read(self._client(), file, start, stop)
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Puts an object where none is; False where there is one: another's, or this one by a request whose answer was lost."""
+        client, key = self._client(), self._key(path)
+
+        def once() -> bool:
+            from obstore.exceptions import AlreadyExistsError
+
+            try:
+                client.put(key, data, mode="create", use_multipart=False)  # an upload in parts would write over what is there
+            except AlreadyExistsError:
+                return False
+            return True
+
+        return self._persist(path, "written", once, len(data))
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Objects that are not there are no fault: somebody was quicker, or an answer was lost."""
+        client = self._client()
+        for path in paths:
+            try:
+                self._persist(path, "removed", partial(client.delete, self._key(path)))
+            except Unreachable as error:
+                if error.kind != "gone":
+                    raise
 
     def _read(self, client: Any, file: File, start: int, stop: int) -> memoryview:
         options: dict[str, Any] = {"range": (start, stop)}

@@ -1,0 +1,202 @@
+"""The segments of a journal, one after another, as one log: which records count, where it was cut, what is wrong. No file is touched here.
+
+Every segment says where the records before it end. So what a writer left behind its last acknowledged append (half a record, an append
+that failed, a segment that never got its header) is kept as it is and never read again; and acknowledged bytes cannot go missing unseen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from overlord.errors import JournalError
+from overlord.journal.record import DAMAGED, NEWER, Fault, Placed, Record, scan
+from overlord.journal.segment import NOTHING_BEFORE, After, Opened, SegmentHeader, name_of, open_header, ordinal_of
+
+PRUNED = ".pruned"  # the note that segments before one are no longer wanted
+MISSING = "segments were taken away: restore them from a copy, or resume the trainers' state with a new journal"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Bytes at the end of a segment that are no part of the log: a write was cut there, or failed."""
+
+    segment: str
+    offset: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.segment}, byte {self.offset}: {self.nbytes} bytes of a write that did not finish are left out"
+
+
+@dataclass(slots=True)
+class Part:
+    """One segment as it was read."""
+
+    name: str
+    ordinal: int
+    nbytes: int
+    header: SegmentHeader | None  # None: cut, or damaged
+    begin: int = 0
+    records: list[Placed] = field(default_factory=list)
+    end: int = 0
+    torn: int = 0
+    faults: list[Fault] = field(default_factory=list)
+    told: bool = False  # a later segment says where it ends
+    void: bool = False  # a later segment leaves it out
+
+    @property
+    def opens(self) -> bool:
+        """Whether a writer shut out those before it by this segment."""
+        return self.header is not None and self.header.opened == self.ordinal
+
+    @property
+    def top(self) -> int | None:
+        """The highest number among records that are no notes."""
+        return max((p.record.number for p in self.records if not p.record.is_note), default=None)
+
+    def close_at(self, end: int) -> None:
+        """Cut it where its successor says; everything before must be whole."""
+        self.told, known = True, {self.begin, *(p.end for p in self.records)}
+        self.faults = [fault for fault in self.faults if fault.offset < end]
+        self.records = [p for p in self.records if p.end <= end]
+        if end not in known and not self.faults:
+            what = f"wanted whole records up to byte {end}, as the next segment says, found them up to byte {self.end}"
+            self.faults.append(Fault(self.name, self.end, what))
+        self.end, self.torn = end, max(0, self.nbytes - end)
+
+
+def read_part(name: str, data: bytes) -> Part:
+    """One segment by itself."""
+    part = Part(name, ordinal_of(name), len(data), None)
+    found = open_header(data, name)
+    if isinstance(found, Opened):
+        part.header, part.begin = found.header, found.end
+        part.records, part.end, part.torn, part.faults = scan(data, found.end, found.seed, name)
+        if found.header.ordinal != part.ordinal:
+            what = f"wanted segment {part.ordinal}, as its name says, found segment {found.header.ordinal}"
+            part.faults.insert(0, Fault(name, 0, what, "a file was renamed: give it its name back"))
+    elif found is None:
+        part.torn = len(data)
+    else:
+        part.faults.append(found)
+    return part
+
+
+class Chain:
+    """Fed with segments in order; then asked."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.faults: list[Fault] = []  # between segments
+
+    def feed(self, name: str, data: bytes) -> None:
+        part = read_part(name, data)
+        if self.parts and part.ordinal != self.parts[-1].ordinal + 1:
+            what = f"wanted {name_of(self.parts[-1].ordinal + 1)} before it, found no such segment"
+            self.faults.append(Fault(name, 0, what, MISSING))
+        if part.header is not None:
+            self._link(part, part.header)
+        self.parts.append(part)
+
+    def _link(self, part: Part, header: SegmentHeader) -> None:
+        before = self.last
+        if before is not None and before.header is not None:
+            was = before.header
+            if header.journal != was.journal:
+                what = f"wanted a segment of journal {was.journal} (job {was.job!r}), found one of {header.journal} (job {header.job!r})"
+                part.faults.append(Fault(part.name, 0, what, "segments of two journals lie in one place: take those of the other one away"))
+                return
+            if header.generation < was.generation:
+                what = f"wanted generation {was.generation} or later, found {header.generation}"
+                part.faults.append(Fault(part.name, 0, what, DAMAGED))
+        for other in self.parts:
+            if header.after.ordinal < other.ordinal:
+                other.void = True
+            elif other.ordinal == header.after.ordinal:
+                other.close_at(header.after.end)
+
+    @property
+    def last(self) -> Part | None:
+        """The last segment that counts."""
+        return next((p for p in reversed(self.parts) if p.header is not None and not p.void), None)
+
+    def settle(self) -> Reading:
+        """What all of it comes to."""
+        kept = self._kept()
+        parts = [p for p in self.parts if p.ordinal >= kept]
+        faults = [f for f in self.faults if ordinal_of(f.segment) > kept]
+        if parts and parts[0].ordinal > kept:
+            what = f"wanted {name_of(kept)} as the first segment, found no such segment"
+            faults.insert(0, Fault(parts[0].name, 0, what, MISSING))
+        counted = [p for p in parts if not p.void]
+        last = self.last
+        for part in counted:  # one that was just being made may lie at the end, where no other follows
+            if part.header is None and not part.faults and last is not None and part.ordinal < last.ordinal:
+                part.faults.append(Fault(part.name, 0, f"wanted a whole header, found {part.nbytes} bytes of one"))
+        faults += [fault for p in counted for fault in p.faults]
+        faults.sort(key=lambda f: (f.segment, f.offset))
+        cuts = [Cut(p.name, p.end, p.torn) for p in counted if p.torn] + [Cut(p.name, 0, p.nbytes) for p in parts if p.void]
+        return Reading(parts, faults, sorted(cuts, key=lambda c: c.segment), [p for p in self.parts if p.ordinal < kept])
+
+    def _kept(self) -> int:
+        """The first segment that was not pruned, by the last note that says so."""
+        kept = 0
+        for part in self.parts:
+            for placed in part.records:
+                if placed.record.kind == PRUNED and not part.void:
+                    try:
+                        kept = max(kept, kept_from(placed.record))
+                    except JournalError as error:
+                        part.faults.append(Fault(part.name, placed.start, error.problem, error.remedy))
+        return kept
+
+
+def pruned(before: int, kept: int) -> Record:
+    """The note that records before a number were given up, with all segments before that one."""
+    return Record.of(PRUNED, before, {"kept": kept})
+
+
+def kept_from(note: Record) -> int:
+    body: Any = note.body
+    if not isinstance(body, dict) or type(body.get("kept")) is not int or body["kept"] < 0:
+        raise JournalError(note.where, "wanted the number of a segment in the note, found something else", NEWER)
+    return int(body["kept"])
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A journal that was read."""
+
+    parts: list[Part]
+    faults: list[Fault]
+    cuts: list[Cut]
+    doomed: list[Part]  # segments that were pruned and are still there
+
+    @property
+    def records(self) -> list[Record]:
+        """All that count, in order, without the log's own notes."""
+        return [p.record for part in self.parts if not part.void for p in part.records if not p.record.is_note]
+
+    @property
+    def last(self) -> Part | None:
+        return next((p for p in reversed(self.parts) if p.header is not None and not p.void), None)
+
+    @property
+    def header(self) -> SegmentHeader | None:
+        return self.last.header if self.last else None
+
+    @property
+    def generation(self) -> int:
+        """The highest that was ever seen, also in what does not count: none is used twice."""
+        return max((p.header.generation for p in self.parts if p.header is not None), default=0)
+
+    @property
+    def after(self) -> After:
+        """What the next segment is to say about those before it."""
+        last = self.last
+        return NOTHING_BEFORE if last is None else After(last.ordinal, last.end, last.torn)
+
+    @property
+    def next_ordinal(self) -> int:
+        return self.parts[-1].ordinal + 1 if self.parts else 0

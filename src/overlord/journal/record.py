@@ -1,0 +1,219 @@
+"""One record as bytes, and back. No file is touched here, and nothing that is read is run.
+
+mark | version, form, length of kind, 0 | number | start of the append | length | checksum of kind and body | checksum of head | kind | body
+
+The head's checksum begins with that of the segment's header and the record's own position, so that a record is good in one place only:
+none can be moved, swapped or taken over from another journal. The length is in the head and so is believed only when the head is whole.
+
+After the mark every byte is stored XOR 0xA5. A disk that lost power gives zeros where it never wrote; bodies are full of zeros too (columns
+of plans), and stored as they are they could not be told from these.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from overlord.channel.codec import decode, encode
+from overlord.channel.frame import pack as pack_frame
+from overlord.channel.frame import unpack as unpack_frame
+from overlord.errors import FrameError, JournalError
+
+MARK = b"\xf5OVR"
+VERSION = 1
+BYTES, VALUE = 0, 1  # forms of a body: as it was given; a frame of the channel
+MAX_BODY_BYTES = 2**30
+SECTOR = 512  # what a disk writes whole or not at all
+FEWEST_ZEROS = 4  # of a sector's part: fewer may be data
+
+_HEAD = struct.Struct("<BBBBqQII")  # version, form, bytes of the kind, 0, number, start of the append, bytes of the body, their checksum
+_CRC, _POSITION = struct.Struct("<I"), struct.Struct("<Q")
+HEAD_BYTES = len(MARK) + _HEAD.size + _CRC.size
+_CRC_AT = len(MARK) + _HEAD.size
+_MASK = bytes(byte ^ 0xA5 for byte in range(256))
+_KIND = re.compile(r"\.?[a-z][a-z0-9_-]{0,31}")
+DAMAGED = (
+    "the bytes were changed after they were written: restore the segment from a copy, or resume the trainers' state with a new journal"
+)
+_OR_CUT = "; if the machine lost power while this was written it was never acknowledged, and `truncate -s {}` on the segment drops it"
+NEWER = "it was written by another version of Overlord: read it with that one"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """``data`` is the body in bytes, made when the record is: what the caller changes later is not what is written."""
+
+    kind: str  # one that begins with a dot is a note of the log's own
+    number: int  # a step, as a rule; several records may have the same, and numbers may go back
+    data: bytes
+    form: int = BYTES
+    where: str = field(default="", compare=False)  # segment and byte, of one that was read
+
+    def __post_init__(self) -> None:
+        if not _KIND.fullmatch(self.kind):
+            raise ValueError(f"wanted a kind of up to 32 of a-z, 0-9, '_' and '-', found {self.kind!r:.60}")
+        if not -(2**63) <= self.number < 2**63:
+            raise ValueError(f"{self.kind}: wanted a number of at most 64 bits, found {self.number}")
+        if len(self.data) > MAX_BODY_BYTES:
+            raise ValueError(f"{self.kind} {self.number}: wanted a body of at most {MAX_BODY_BYTES} bytes, found {len(self.data)}")
+
+    @staticmethod
+    def of(kind: str, number: int, body: Any) -> Record:
+        """Bytes are kept as they are; anything else must be what the channel's codec can encode."""
+        if isinstance(body, bytes):
+            return Record(kind, number, body)
+        return Record(kind, number, b"".join(pack_frame(*encode(body))), VALUE)
+
+    @property
+    def is_note(self) -> bool:
+        return self.kind.startswith(".")
+
+    @property
+    def body(self) -> Any:
+        """What was given to ``of``; made anew each time. Arrays are read-only."""
+        if self.form == BYTES:
+            return self.data
+        try:
+            frame = unpack_frame(self.data)
+            return decode(frame.header, frame.columns)
+        except FrameError as error:
+            what = f"the body of {self.kind!r} {self.number} is whole, but no value that this version knows: {error}"
+            raise JournalError(self.where or "record", what, NEWER) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Bytes that cannot be what was written."""
+
+    segment: str
+    offset: int
+    problem: str  # what was wanted, what was found
+    remedy: str = DAMAGED
+
+    def __str__(self) -> str:
+        return f"{self.segment}, byte {self.offset}: {self.problem}; {self.remedy}"
+
+    def as_error(self, where: str) -> JournalError:
+        return JournalError(f"{where}/{self.segment}", f"byte {self.offset}: {self.problem}", self.remedy)
+
+
+class Placed(NamedTuple):
+    """A record and where it lies in its segment."""
+
+    start: int
+    end: int
+    record: Record
+
+
+class Scan(NamedTuple):
+    """What the bytes behind a segment's header hold. ``end``: where whole records end; behind it ``torn`` bytes of one cut in writing."""
+
+    records: list[Placed]
+    end: int
+    torn: int
+    faults: list[Fault]
+
+
+class _Head(NamedTuple):
+    version: int
+    form: int
+    kind_bytes: int
+    zero: int
+    number: int
+    append_at: int
+    body_bytes: int
+    crc: int
+
+
+def pack(records: Iterable[Record], at: int, seed: int) -> bytes:
+    """The bytes of records that are appended together, at this position of the segment whose header has that checksum."""
+    pieces, position = [], at
+    for record in records:
+        kind = record.kind.encode()
+        crc = zlib.crc32(record.data, zlib.crc32(kind))
+        head = _HEAD.pack(VERSION, record.form, len(kind), 0, record.number, at, len(record.data), crc)
+        stored = b"".join((head, _CRC.pack(_head_crc(head, position, seed)), kind, record.data))
+        pieces += [MARK, stored.translate(_MASK)]
+        position += len(MARK) + len(stored)
+    return b"".join(pieces)
+
+
+def scan(data: bytes, start: int, seed: int, segment: str) -> Scan:
+    """All records from ``start`` on. After a fault it goes on with the next record that is whole, so that all faults are told."""
+    records, faults, at = list[Placed](), list[Fault](), start
+    while at < len(data):
+        found = _read(data, at, seed, segment)
+        if isinstance(found, Placed):
+            records.append(found)
+            at = found.end
+            continue
+        later = _next_head(data, at + 1, seed) if found else -1
+        # A later append shows that this one was acknowledged; without one, zeros that were never written show that it was not.
+        acknowledged = later >= 0 and _head_at(data, later).append_at > at
+        if found is None or (not acknowledged and unwritten(data, at)):
+            return Scan(records, at, len(data) - at, faults)
+        faults.append(found if acknowledged else replace(found, remedy=found.remedy + _OR_CUT.format(at)))
+        at = later if later >= 0 else len(data)
+    return Scan(records, at, 0, faults)
+
+
+def _read(data: bytes, at: int, seed: int, segment: str) -> Placed | Fault | None:
+    """The record at that place; None where the bytes end before it does."""
+    if len(data) - at < HEAD_BYTES:
+        return None
+    if data[at : at + len(MARK)] != MARK:
+        return Fault(segment, at, f"wanted a record that starts with {MARK.hex()}, found {data[at : at + len(MARK)].hex()}")
+    head, wanted, found = _head_at(data, at), _stored_crc(data, at), _head_crc(_unmasked_head(data, at), at, seed)
+    if wanted != found:
+        return Fault(segment, at, f"wanted a record's head with checksum {wanted:08x}, found {found:08x}")
+    if head.version != VERSION or head.form not in (BYTES, VALUE) or head.zero:
+        what = f"wanted a record of version {VERSION}, found version {head.version}, form {head.form}"
+        return Fault(segment, at, what, NEWER)
+    end = at + HEAD_BYTES + head.kind_bytes + head.body_bytes
+    if end > len(data):
+        return None
+    rest = data[at + HEAD_BYTES : end].translate(_MASK)
+    if (crc := zlib.crc32(rest)) != head.crc:
+        return Fault(segment, at, f"wanted {len(rest)} bytes with checksum {head.crc:08x} in record {head.number}, found {crc:08x}")
+    kind = rest[: head.kind_bytes].decode("ascii", "replace")
+    try:
+        return Placed(at, end, Record(kind, head.number, rest[head.kind_bytes :], head.form, f"{segment}, byte {at}"))
+    except ValueError as error:  # whole, but nothing that this version writes
+        return Fault(segment, at, str(error), NEWER)
+
+
+def _head_crc(head: bytes, position: int, seed: int) -> int:
+    return zlib.crc32(head, zlib.crc32(_POSITION.pack(position), seed))
+
+
+def _unmasked_head(data: bytes, at: int) -> bytes:
+    return data[at + len(MARK) : at + _CRC_AT].translate(_MASK)
+
+
+def _stored_crc(data: bytes, at: int) -> int:
+    (crc,) = _CRC.unpack(data[at + _CRC_AT : at + HEAD_BYTES].translate(_MASK))
+    return int(crc)
+
+
+def _head_at(data: bytes, at: int) -> _Head:
+    return _Head(*_HEAD.unpack(_unmasked_head(data, at)))
+
+
+def _next_head(data: bytes, at: int, seed: int) -> int:
+    """Where the next head that is whole begins; -1 where there is none."""
+    while (at := data.find(MARK, at)) >= 0 and at + HEAD_BYTES <= len(data):
+        if _stored_crc(data, at) == _head_crc(_unmasked_head(data, at), at, seed):
+            return at
+        at += 1
+    return -1
+
+
+def unwritten(data: bytes, start: int) -> bool:
+    """Whether some sector from there on has nothing but zeros: it was never written, though the file is long enough."""
+    bounds = [start, *range((start // SECTOR + 1) * SECTOR, len(data), SECTOR), len(data)]
+    return any(b - a >= FEWEST_ZEROS and not any(data[a:b]) for a, b in pairwise(bounds))

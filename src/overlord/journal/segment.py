@@ -1,0 +1,150 @@
+"""A segment: a run of records under one name, behind a header that says whose they are. No file is touched here.
+
+Segments are numbered 0, 1, 2, ... and the number alone is the name. A name that holds the writer's generation would let two writers
+each write "the next" segment; like this only one of them can create it, and the other learns that it has been replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from overlord.journal.record import DAMAGED, NEWER, SECTOR, Fault, unwritten
+
+MAGIC = b"OVJL"
+VERSION = 1
+MAX_HEADER_BYTES = 2**20
+_START = struct.Struct("<4sHHI")  # magic, version, 0, bytes of the text
+_CRCS = struct.Struct("<II")  # of the start and of the text: the length is believed only when the first is right
+PREFIX_BYTES = _START.size + _CRCS.size
+_NAME = re.compile(r"(\d{12})\.ovj")
+SUFFIX = ".ovj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """Whose journal it is. ``fingerprint``: a digest for each part of the job that must stay the same."""
+
+    job: str
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if wrong := [text for text in (self.job, *self.fingerprint, *self.fingerprint.values()) if not _text(text)]:
+            raise ValueError(f"wanted texts that can be printed, found {wrong[0]!r:.60}")
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """Where the records before a segment end: at this byte of that one. What lies behind it, or in segments between, does not count."""
+
+    ordinal: int  # -1: nothing is before
+    end: int
+    torn: int  # bytes behind the end that were found when this was written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentHeader:
+    """The header of one segment: all that is needed to read it, to trust it, and to know who wrote it."""
+
+    ordinal: int
+    generation: int  # raised each time that a writer opens the journal
+    opened: int  # the first segment of this generation: by it the writers before were shut out
+    journal: str  # drawn when the journal was made: segments of two journals cannot be mixed up
+    claim: str  # drawn when the writer opened it
+    job: str
+    fingerprint: dict[str, str]
+    after: After
+    writer: str  # process and host, for people
+    version: str  # of Overlord
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A header that was read, where the records begin, and what their checksums begin with."""
+
+    header: SegmentHeader
+    end: int
+    seed: int
+
+
+NOTHING_BEFORE = After(-1, 0, 0)
+
+
+def name_of(ordinal: int) -> str:
+    return f"{ordinal:012d}{SUFFIX}"
+
+
+def ordinal_of(name: str) -> int:
+    """The number in a name; -1 where it is none of a segment."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else -1
+
+
+def header_bytes(header: SegmentHeader) -> bytes:
+    text = json.dumps(asdict(header), ensure_ascii=True, separators=(",", ":")).encode()
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"wanted a header of at most {MAX_HEADER_BYTES} bytes, found {len(text)}: give digests, not whole parts")
+    start = _START.pack(MAGIC, VERSION, 0, len(text))
+    return start + _CRCS.pack(zlib.crc32(start), zlib.crc32(text)) + text
+
+
+def seed_of(data: bytes) -> int:
+    """What the checksums of the records behind this header begin with."""
+    return zlib.crc32(data)
+
+
+def open_header(data: bytes, segment: str) -> Opened | Fault | None:
+    """The header at the start of a segment; None where the bytes end before it does."""
+    if len(data) < PREFIX_BYTES:
+        return None
+    magic, version, zero, size = _START.unpack_from(data)
+    start_crc, text_crc = _CRCS.unpack_from(data, _START.size)
+    if zlib.crc32(data[: _START.size]) != start_crc:
+        what = f"wanted a segment that starts with {MAGIC.hex()} and a good checksum, found {data[:PREFIX_BYTES].hex()}"
+        return None if unwritten(data[:SECTOR], 0) else Fault(segment, 0, what)
+    if magic != MAGIC or zero or size > MAX_HEADER_BYTES:
+        return Fault(segment, 0, f"wanted a segment of an Overlord journal, found one that starts with {magic!r}", DAMAGED)
+    if version != VERSION:
+        return Fault(segment, 0, f"wanted version {VERSION}, found version {version}", NEWER)
+    end = PREFIX_BYTES + size
+    if len(data) < end:
+        return None
+    text = data[PREFIX_BYTES:end]
+    if (crc := zlib.crc32(text)) != text_crc:
+        wrong = Fault(segment, 0, f"wanted a header of {size} bytes with checksum {text_crc:08x}, found {crc:08x}")
+        return None if unwritten(data[:end], 0) else wrong
+    try:
+        return Opened(_header(json.loads(text)), end, seed_of(data[:end]))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return Fault(segment, 0, f"wanted the fields of a header, found others: {type(error).__name__}: {error}", NEWER)
+
+
+def _header(found: Any) -> SegmentHeader:
+    """From JSON, every field looked at: a header comes from a file."""
+    texts = {key: found[key] for key in ("journal", "claim", "job", "writer", "version")}
+    fingerprint, after = found["fingerprint"], found["after"]
+    if wrong := [key for key, value in texts.items() if not _text(value)]:
+        raise TypeError(f"{wrong[0]} is no text")
+    if not isinstance(fingerprint, dict) or not all(_text(word) for part in fingerprint.items() for word in part):
+        raise TypeError("fingerprint is no map of texts")
+    told = After(_whole(after["ordinal"], -1), _whole(after["end"]), _whole(after["torn"]))
+    return SegmentHeader(
+        ordinal=_whole(found["ordinal"]), generation=_whole(found["generation"]), opened=_whole(found["opened"]), fingerprint=fingerprint,
+        after=told, **texts,
+    )  # fmt: skip
+
+
+def _text(value: Any) -> bool:
+    """A text that a terminal may be given."""
+    return isinstance(value, str) and value.isprintable()
+
+
+def _whole(value: Any, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < 2**63:
+        raise ValueError(f"wanted a whole number from {least} on, found {value!r:.40}")
+    return value

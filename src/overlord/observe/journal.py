@@ -1,0 +1,105 @@
+"""What a journal holds, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from overlord.errors import JournalError
+from overlord.journal.chain import Part, Reading
+from overlord.journal.record import BYTES, Record
+from overlord.journal.report import Report
+from overlord.sample import Ragged
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+DEEP, MANY, LONG = 4, 12, 60  # levels, items of a list and letters of a text that are shown
+
+
+def as_json(report: Report, reading: Reading, last: int | None) -> str:
+    """One document, for programs."""
+    whole = {f.name: getattr(report, f.name) for f in fields(report)}
+    listed = [
+        {"segment": part.name, "byte": placed.start, **_line(placed.record), "body": outline(_body(placed.record))}
+        for part, placed in _shown(reading, last)
+    ]
+    return json.dumps({**whole, "list": listed}, indent=1, default=str)
+
+
+def journal_view(report: Report, reading: Reading, last: int | None, width: int) -> RenderableType:
+    """The same for people: a line a record."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from overlord.observe.tables import grid, size
+
+    shown = list(_shown(reading, last))
+    rows = [
+        [str(r.number), r.kind, size(len(r.data)), part.name.removesuffix(".ovj").lstrip("0") or "0", str(placed.start), _said(r, width)]
+        for part, placed in shown
+        for r in [placed.record]
+    ]
+    table = grid(["number", "kind", "body", "segment", "byte", "what"], rows, 6)
+    head = (
+        f"job {report.job!r}: {report.records} records in {report.segments} segments, {size(report.nbytes)}; generation "
+        f"{report.generation}, by {report.writer or 'nobody'}"
+    )
+    left_out = [Text(f"left out: {cut}") for cut in report.cuts]
+    more = [Text(f"the last {len(shown)} are shown")] if last is not None and len(shown) < report.records else []
+    return Group(Text(head), *left_out, table, *more)
+
+
+def _shown(reading: Reading, last: int | None) -> list[tuple[Part, Any]]:
+    """The last records, the log's own notes among them."""
+    found = [(part, placed) for part in reading.parts if not part.void for placed in part.records]
+    return found if last is None else found[len(found) - min(last, len(found)) :]
+
+
+def _line(record: Record) -> dict[str, Any]:
+    return {"number": record.number, "kind": record.kind, "bytes": len(record.data)}
+
+
+def _said(record: Record, width: int) -> str:
+    text = json.dumps(outline(_body(record)), default=str)
+    room = max(20, width - 60)
+    return text if len(text) <= room else text[: room - 3] + "..."
+
+
+def _body(record: Record) -> Any:
+    if record.form == BYTES:
+        return record.data
+    try:
+        return record.body
+    except JournalError as error:
+        return {"cannot be decoded": error.problem}
+
+
+def outline(value: Any, deep: int = DEEP) -> Any:
+    """A value in plain words: arrays by type and size, long lists and texts by their beginning."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return value if len(value) <= LONG else value[:LONG] + "..."
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Ragged):
+        return f"{value.values.dtype}[{len(value.offsets) - 1} rows]"
+    if deep == 0:
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        return {str(key): outline(item, deep - 1) for key, item in value.items()}
+    if is_dataclass(value):
+        return {type(value).__name__: {f.name: outline(getattr(value, f.name), deep - 1) for f in fields(value)}}
+    if isinstance(value, list | tuple):
+        more = [f"and {len(value) - MANY} more"] if len(value) > MANY else []
+        return [outline(item, deep - 1) for item in value[:MANY]] + more
+    return type(value).__name__

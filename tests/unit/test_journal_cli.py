@@ -1,0 +1,87 @@
+"""The commands that look into a journal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from overlord.cli import cli
+from overlord.journal.log import Log, read_all
+from overlord.journal.record import Record
+from overlord.journal.report import verify
+from overlord.journal.segment import name_of
+from tests.journals import JOB, plain, plan
+
+
+def overlord(*args: str | Path) -> Result:
+    return CliRunner(env={"COLUMNS": "120"}).invoke(cli, [str(a) for a in args])
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Path:
+    with Log.create(tmp_path / "j", JOB, segment_bytes=1000) as log:
+        for k in range(6):
+            log.append([Record.of("plan", k, {"step": k, "ids": np.arange(40)}), Record.of("event", k, b"twelve bytes")])
+    return tmp_path / "j"
+
+
+def test_show_lists_records_with_what_is_in_them(journal):
+    found = overlord("journal", "show", journal)
+    assert found.exit_code == 0, found.output
+    assert "job 'demo': 12 records in" in found.stdout
+    lines = [line.split(maxsplit=6) for line in found.stdout.splitlines() if " plan " in line]
+    assert [line[0] for line in lines] == list("012345")
+    assert '{"step": 5, "ids": "int64[40]"}' in found.stdout
+    assert len(overlord("journal", "show", journal, "--last", "3").stdout.splitlines()) == 6
+
+
+def test_show_as_json_is_one_document(journal):
+    found = json.loads(overlord("journal", "show", journal, "--json", "--last", "2").stdout)
+    assert (found["job"], found["records"], found["faults"], found["torn"]) == ("demo", 12, [], 0)
+    assert [(r["kind"], r["number"], r["body"]) for r in found["list"]] == [
+        ("plan", 5, {"step": 5, "ids": "int64[40]"}), ("event", 5, "12 bytes"),
+    ]  # fmt: skip
+
+
+def test_verify_ends_with_one_and_a_sentence_for_every_fault(journal):
+    whole = overlord("journal", "verify", journal)
+    assert (whole.exit_code, whole.stdout.splitlines()[-1]) == (0, "every record is whole")
+    for k in (0, 1):
+        path = journal / name_of(k)
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(data)
+    found = overlord("journal", "verify", journal)
+    assert found.exit_code == 1
+    assert "2 faults in the journal" in found.stderr
+    said = [line for line in found.stderr.splitlines() if line.startswith("  - ")]
+    assert [line.split(",")[0] for line in said] == [f"  - {name_of(0)}", f"  - {name_of(1)}"]
+    assert all("wanted" in line and "found" in line and "restore the segment" in line for line in said)
+    assert overlord("journal", "show", journal, "--last", "1").exit_code == 1
+
+
+def test_verify_takes_a_write_that_was_cut_for_no_fault(journal):
+    last = max(journal.glob("*.ovj"))
+    last.write_bytes(last.read_bytes()[:-3])
+    found = overlord("journal", "verify", journal)
+    assert found.exit_code == 0, found.output
+    assert f"no fault, a write that was cut: {last.name}, byte" in found.stdout
+    assert verify(journal).torn > 0
+
+
+def test_a_record_that_this_version_cannot_decode_is_a_fault_of_verify(tmp_path):
+    with Log.create(tmp_path, JOB) as log:
+        log.append([plan(0), Record("plan", 1, b"no frame", 1)])
+    report = verify(tmp_path)
+    assert report.first_fault.startswith("000000000000.ovj, byte")
+    assert "is whole, but no value that this version knows" in report.first_fault
+    assert plain(read_all(tmp_path)[:1]) == [("plan", 0, bytes(20))]
+
+
+def test_where_there_is_no_journal_the_command_says_so(tmp_path):
+    found = overlord("journal", "verify", tmp_path / "nowhere")
+    assert (found.exit_code, "wanted a journal, found no segment" in found.stderr) == (2, True)
