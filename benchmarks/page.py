@@ -64,9 +64,10 @@ def save(name: str, text: str, plots: dict[str, str]) -> Path:
 def command_line(program: str) -> str:
     """How this page was made, without where else its figures were written."""
     words = sys.argv[1:]
-    if "--json" in words:
-        at = words.index("--json")
-        del words[at : at + 2]
+    for where in ("--json", "--out"):
+        if where in words:
+            at = words.index(where)
+            del words[at : at + 2]
     return " ".join(["python", program, *words])
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date
@@ -116,15 +115,6 @@ def clocks() -> str:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
-def command_line(program: str) -> str:
-    """How this page was made, without where it was written."""
-    words = sys.argv[1:]
-    if "--out" in words:
-        at = words.index("--out")
-        del words[at : at + 2]
-    return " ".join(["python", program, *words])
 
 
 def save(name: str, text: str, folder: Path) -> Path:

@@ -30,7 +30,8 @@ import torch
 from corpus import Corpus, Words, make_corpus, name_of, open_corpus, write_source
 from gpu.feeds import FEEDS, Fed, Feed
 from gpu.model import LLAMA_12B, TINY, Llama, Packed, Shape, made
-from gpu.timing import command_line, default_folder, device_of, machine, save, settle, table
+from gpu.timing import default_folder, device_of, machine, save, settle, table
+from page import command_line
 from peers.measure import cpu_seconds
 from peers.work import Work
 

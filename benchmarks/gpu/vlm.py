@@ -27,11 +27,12 @@ import torch
 import overlord as ov
 from gpu.bench import Bench, by_microbatch, calibrate, grid, in_turn, told
 from gpu.model import LLAMA_12B, TINY, TINY_VIT, VIT_1B, Encoder, Shape, Stack
-from gpu.timing import command_line, default_folder, device_of, machine, median_seconds, save, table
+from gpu.timing import default_folder, device_of, machine, median_seconds, save, table
 from overlord.plan import LoadingPlan
 from overlord.planner.fit import Fitted
 from overlord.planner.strategy import vanilla, vlm
 from overlord.sample import Buffer
+from page import command_line
 from profiles import LONGEST_IMAGE, Samples, draw
 
 PATCH = 14 * 14 * 3  # numbers of a patch
