@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -109,6 +110,15 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def halt(pid: int, seconds: float = WAIT_S) -> None:
+    """Stops a process and returns when all its threads stand: a signal is only on its way when ``os.kill`` returns."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + seconds
+    while any(stat.read_text().rpartition(")")[2].split()[0] not in "TtZX" for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
+        assert time.monotonic() < deadline, f"process {pid} goes on"
+        time.sleep(0.002)
 
 
 def left_after(pids: list[int], seconds: float) -> list[int]:

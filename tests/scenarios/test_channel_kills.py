@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import threading
 
 import pytest
@@ -28,6 +27,7 @@ from tests.channels import (
     serve_echo,
     serve_messages,
 )
+from tests.processes import halt
 
 TRANSPORTS = ("unix", "tcp")
 
@@ -92,7 +92,7 @@ def test_a_killed_server_frees_what_it_held_of_a_client_that_only_sends():
     with child(serve_echo, "holds-for-a-client") as server:
         ring = Ring(max_slots=2, name="client", wait_s=SOON_S)
         link = dialled(server.hears(), ring=ring)
-        os.kill(server.process.pid or 0, signal.SIGSTOP)  # it takes nothing from now on
+        halt(server.process.pid or 0)  # it takes nothing from now on
         for k in range(2):
             link.send(message(k))
         assert ring.take(MB) is None
@@ -107,7 +107,7 @@ def test_a_client_that_read_the_end_of_its_link_has_its_slots_back_at_once():
     with child(serve_echo, "holds-and-ends") as server:
         ring = Ring(max_slots=2, name="client")
         link = dialled(server.hears(), ring=ring)
-        os.kill(server.process.pid or 0, signal.SIGSTOP)
+        halt(server.process.pid or 0)
         for k in range(2):
             link.send(message(k))
         server.kill()

@@ -24,6 +24,7 @@ from overlord.forking import PRELOAD, UNGUARDED
 from overlord.runtime import process_control
 from overlord.runtime.process_control import ProcessControl
 from tests.actors import Worker
+from tests.processes import halt
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON_S = 20.0
@@ -167,7 +168,7 @@ def test_a_stopped_actor_blocks_no_caller_and_can_be_killed(control: ProcessCont
     monkeypatch.setattr(process_control, "MAX_WAITING_BYTES", 2**25)
     actor, other = control.spawn(Worker, name="stopped"), control.spawn(Worker, name="other")
     ask(control, actor, "echo", 1)
-    os.kill(actor.pid, signal.SIGSTOP)
+    halt(actor.pid)
     large = np.zeros(2**22, np.uint8)
     futures = [control.call(actor, "echo", large) for _ in range(7)]
     with pytest.raises(DataStall, match="actor 'stopped' to take its calls"):
@@ -182,7 +183,7 @@ def test_a_stopped_actor_blocks_no_caller_and_can_be_killed(control: ProcessCont
 def test_a_slow_actor_gets_everything_in_the_end(control: ProcessControl) -> None:
     actor = control.spawn(Worker, name="worker")
     ask(control, actor, "echo", 1)
-    os.kill(actor.pid, signal.SIGSTOP)
+    halt(actor.pid)
     futures = [control.call(actor, "total", [np.full(2**20, i, np.uint8)]) for i in range(10)]
     os.kill(actor.pid, signal.SIGCONT)
     assert [control.get(f, SOON_S) for f in futures] == [i * 2**20 for i in range(10)]

@@ -13,7 +13,7 @@ import pytest
 
 import overlord as ov
 from overlord.errors import DataStall, OverlordError
-from tests.processes import Played, hosts_of, launch, left_after, play, run, until, written
+from tests.processes import Played, halt, hosts_of, launch, left_after, play, run, until, written
 from tests.scenarios.test_process import job, rows, source
 
 pytestmark = pytest.mark.timeout(120)
@@ -158,7 +158,7 @@ def test_a_host_that_hangs_is_named_and_nothing_is_missing_in_what_is_told(alone
     with launch(job(until=200), sources_per_host=1, hosts=4, stall_limit_s=1.5) as session:
         session.move("b", "loader-host/0")
         first, hosts = play(session, steps=2), hosts_of(session)
-        os.kill(hosts["loader-host/0"], signal.SIGSTOP)
+        halt(hosts["loader-host/0"])
         try:
             then = play(session)
             assert "DataStall" in then.error

@@ -30,6 +30,7 @@ from overlord.errors import ActorLost, DataStall, JobError, LinkRefused, Overlor
 from overlord.messages import Ended, Took
 from overlord.runtime.delivery import Delivery
 from overlord.runtime.serving import Served
+from tests.processes import halt
 from tests.unit import test_session as stories
 from tests.unit.test_session import content, in_thread, job, launch, rest, take, whole_run
 
@@ -714,7 +715,7 @@ def test_a_stall_is_explained_though_the_front_door_does_not_answer(other_sessio
 
     client = ov.connect(served, 0, served.token, stall_warn_s=0.2, stall_limit_s=2.5, on_stall=on_stall)
     take(client, 1)
-    os.kill(process.pid, signal.SIGSTOP)
+    halt(process.pid)
     try:
         with pytest.raises(DataStall) as stalled:
             rest(client)

@@ -15,6 +15,7 @@ import overlord as ov
 from overlord.errors import SourceError
 from overlord.sources.index import build_index
 from tests.corpus import SUFFIX
+from tests.processes import halt
 from tests.storejobs import FORMATS, ROWS, S3, delivered, in_order, job, stream
 from tests.stores import BUCKET, Fault, S3Server
 
@@ -152,7 +153,7 @@ def test_a_server_that_stands_still_for_a_while_costs_time_and_nothing_else(prox
     with ov.launch(far, stall_limit_s=60, prefetch=1) as session:
         client = session.client(0)
         got = [next(client), next(client)]
-        os.kill(server.pid, signal.SIGSTOP)
+        halt(server.pid)
         try:
             threading.Thread(target=lambda: (wait_for_retries(session), os.kill(server.pid, signal.SIGCONT)), daemon=True).start()
             got += list(client)
