@@ -150,6 +150,17 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
+class Back:
+    """All behind ``step``, the last that stays, is planned again under a new generation: some part was lost. What is complete of it
+    stays complete; what comes of an older generation is not heard."""
+
+    generation: int
+    step: int
+    openings: tuple[Opening, ...] = ()  # for loader hosts: where each of the host's loaders stands behind that step
+    afresh: bool = False  # loaders read again, though they may hold what is wanted
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """Payload held over from these loaders goes; the other held rows close ranks, and are numbered so from now on."""
 
@@ -315,6 +326,8 @@ class Part:
     items: tuple[np.ndarray, ...] = ()  # int64 [2, n]: document and number inside it; empty: no images in this step
     plan: LoadingPlan | None = None  # for loader hooks: the samples of this host; then ``take`` has rows of it
     doc: np.ndarray | None = None  # and the document of each
+    generation: int = 0  # under which it was planned
+    acked: int = -1  # every rank took the steps up to here: what is kept of them may go
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -323,6 +336,7 @@ class Placed:
 
     stage: Stage
     origins: tuple[int, ...]  # loader hosts that send payload
+    generation: int = 0  # under which it was planned
 
 
 @dataclass(frozen=True, slots=True, eq=False)

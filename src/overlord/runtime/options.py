@@ -43,6 +43,9 @@ class Options:
     ring_bytes: int | None = None  # of shared memory that one host may use; None: a quarter of the machine's memory
     constructors: bool = True  # False: loader hosts send to every client, and each builds for itself; for measurement
     broadcast: bool = True  # False: every rank fetches its own, whatever the plan's broadcasts say
+    failover: bool = True  # False: a part that is lost ends the job
+    lost_after_s: float = 15.0  # a part that answers nothing for so long is taken for dead, killed and replaced
+    max_restarts: int = 3  # of one part without a step taken by all in between: then the job ends with what it died of
     partition: str | None = None  # from here on: values other than these are still to come
     autoscale: bool = False
     shadows: str = "none"
