@@ -6,7 +6,7 @@ TORCH := torch==2.13.0
 export PYTHONPATH := src
 export OVERLORD_CACHE ?= $(CURDIR)/build/cache
 
-.PHONY: demo test lint types unit bench clean
+.PHONY: demo test lint types unit bench soak clean
 
 demo: $(VENV)/.core
 	$(BIN)/python -m overlord.cli demo --out build/demo
@@ -22,6 +22,12 @@ types: $(VENV)/.test
 
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 tests
+
+# Simulated clusters with faults, by the thousand: make soak SEEDS=100000
+SEEDS ?= 10000
+FIRST ?= 0
+soak: $(VENV)/.test
+	$(BIN)/python -m overlord.simulation --seeds $(SEEDS) --first $(FIRST) --past tests/simulation/past_failures.txt
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/planning.py

@@ -1,25 +1,42 @@
-"""What an append to the journal costs, beside a bare loop of write and fdatasync on the same disk in the same run.
+"""What an append to the journal costs, beside a bare loop of write and fdatasync on the same disk; and what a running job pays.
 
-    python benchmarks/journal.py [--appends 400] [--dir PATH] [--save]
+    python benchmarks/journal.py [--appends 400] [--seconds 5] [--dir PATH] [--save]
 
-Appends of both ways take turns, so that both see the same disk. ``CPU`` is the processor time of an append, records made included.
+Appends of both ways take turns, so that both see the same disk. ``CPU`` is the processor time of an append, records made included. In
+running jobs the processor time of all that the journal does is measured where it does it, by the clock of the thread: in the pump, where
+records are made, and in the thread that writes. Its share is of the processor time of the whole process, which loads, tokenizes, plans
+and builds. A null job does next to nothing with its data: it shows what is left when all else is free.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from corpus import Corpus, default_folder, make_corpus
 from overlord.journal.log import Log, read_all
+from overlord.journal.place import place_of
 from overlord.journal.record import Record
 from overlord.journal.segment import Header
+from overlord.journal.writer import Writer
+from overlord.messages import Stage
+from overlord.recovery import checkpoint
+from overlord.runtime import journalling
+from overlord.runtime.bootstrap import Blueprint
+from overlord.runtime.options import Options
+from overlord.runtime.session import Session
+from overlord.runtime.written import Beginning
+from overlord_side import make_job
 from page import command_line, machine, markdown_table, save, shown_table, wide_console
+from peers.work import Work
 
 SIZES = {"1 kB": 1_000, "10 kB": 10_000, "100 kB": 100_000}
 HEAD = ["bytes", "way", "appends/s", "p50 ms", "p99 ms", "CPU us", "file bytes an append"]
@@ -99,9 +116,70 @@ def together(folder: Path, appends: int, records: int = 16) -> list[str]:
     return [f"{1 / np.mean(times):.0f}", f"{p50:.2f}", f"{p99:.2f}", f"{records / np.mean(times):,.0f} records/s"]
 
 
+class Timed(journalling.Journal):
+    """A journal that knows what it has cost, in processor seconds of the threads it ran in."""
+
+    cpu = 0.0
+
+    def planned(self, stages: Sequence[Stage], taken: int | None) -> None:
+        start = time.thread_time()
+        super().planned(stages, taken)
+        self.cpu += time.thread_time() - start
+
+    def took(self, step: int | None, last: bool) -> None:
+        start = time.thread_time()
+        super().took(step, last)
+        self.cpu += time.thread_time() - start
+
+
+class TimedWriter(Writer):
+    cpu = 0.0
+
+    def _write(self, orders: Sequence[Any]) -> None:
+        start = time.thread_time()
+        super()._write(orders)
+        TimedWriter.cpu += time.thread_time() - start
+
+
+def running(corpus: Corpus, kind: str, folder: Path, seconds: float) -> list[str]:
+    """A job on the local runtime that does nothing but deliver, for some seconds."""
+    n = len(corpus.sources)
+    job, TimedWriter.cpu = make_job(corpus, Work("overlord", kind, str(corpus.folder), n, 0)), 0.0
+    place = place_of(folder)
+    place.hold()
+    journal, journalling.Writer = Timed(place, job.name, None), TimedWriter  # type: ignore[misc]
+    with Session(job, Blueprint(job, Options()), None, "local", Beginning(journal)) as session:
+        clients = [session.client(rank) for rank in range(job.place.world_size)]
+        for client in clients:  # start-up belongs to no step
+            next(client)
+        before, spent, cpu, began = journal.figures(), journal.cpu + TimedWriter.cpu, time.process_time(), time.perf_counter()
+        steps = 0
+        while time.perf_counter() - began < seconds:
+            for client in clients:
+                next(client)
+            steps += 1
+        wall, cpu, now = time.perf_counter() - began, time.process_time() - cpu, journal.figures()
+        spent = journal.cpu + TimedWriter.cpu - spent
+        state = len(json.dumps(session.state_dict()))
+        whole = checkpoint.snapshot(session._host.planner.state(), 0)
+    snapshot = len(Record.of(whole.kind, whole.number, whole.body).data)
+    plans = now["plans"] - before["plans"]
+    nbytes, appends = now["bytes"] - before["bytes"], now["appends"] - before["appends"]
+    return [
+        kind, str(n), f"{steps / wall:.1f}", f"{spent / cpu:.2%}", f"{spent / plans * 1e6:.0f}", f"{nbytes / plans:,.0f}",
+        f"{plans / appends:.1f}", f"{snapshot:,}", f"{state:,}",
+    ]  # fmt: skip
+
+
+RUNNING_HEAD = [
+    "job", "sources", "steps/s", "CPU share", "CPU us a plan", "bytes a plan", "plans an append", "snapshot bytes", "state_dict bytes",
+]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--appends", type=int, default=400)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each running job; 0: none")
     parser.add_argument("--dir", type=Path, help="where to write; the temporary directory unless said otherwise")
     parser.add_argument("--save", action="store_true", help="also write the dated page in benchmarks/results")
     args = parser.parse_args()
@@ -111,10 +189,16 @@ def main() -> None:
             rows += [[name, way, *figures] for way, figures in measure(Path(made) / str(nbytes), nbytes, args.appends).items()]
         rate, p50, p99, per_record = together(Path(made) / "together", args.appends)
         rows.append(["16 x 1 kB", "journal, one append", rate, p50, p99, per_record, ""])
+        jobs = []
+        for n in (5, 300) if args.seconds else ():
+            corpus = make_corpus(default_folder(), n, 1, lambda what, done, of: None)
+            jobs += [running(corpus, kind, Path(made) / f"{kind}-{n}", args.seconds) for kind in ("tokenized", "null")]
     wide_console().print(shown_table("appends to a journal in a directory", HEAD, rows))
+    wide_console().print(shown_table("running jobs, local runtime", RUNNING_HEAD, jobs))
     if args.save:
         head = f"# Appends to the journal\n\n    {command_line('benchmarks/journal.py')}\n\n{machine()} Local disk."
-        text = f"{head}\n\n{markdown_table(HEAD, rows)}\n"
+        jobs_text = f"## Running jobs\n\nLocal runtime, {args.seconds:g} s each.\n\n{markdown_table(RUNNING_HEAD, jobs)}"
+        text = f"{head}\n\n{markdown_table(HEAD, rows)}\n\n{jobs_text}\n"
         print(f"saved as {save(time.strftime('%Y-%m-%d-journal'), text, {})}")
 
 

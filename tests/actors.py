@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from overlord.channel.codec import register
 from overlord.errors import SourceError
+from overlord.runtime.peers import Sibling
 from overlord.transforms.base import Map, RowIds
 from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.worker import TransformWorker
@@ -139,6 +140,16 @@ class Worker:
             self.busy()
         if self._closed:
             Path(self._closed).write_text("closed")
+
+
+class Sent:
+    """An actor that is started here and called from elsewhere."""
+
+    def __init__(self, name: str, factory: Any, args: Any) -> None:
+        self._sibling = Sibling(name, factory(*args))
+
+    def meet(self, address: str, token: str, ticket: int) -> None:
+        self._sibling.meet(address, token, ticket)
 
 
 def shout(batch: Any) -> Any:

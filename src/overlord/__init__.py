@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _ERRORS = (
-    "OverlordError", "JobError", "SourceError", "TransformError", "PlanError", "StateMismatch", "DataStall", "ActorLost", "JournalError",
-    "FrameError", "LinkRefused",
+    "OverlordError", "JobError", "SourceError", "StorageError", "TransformError", "PlanError", "StateMismatch", "DataStall", "ActorLost",
+    "JournalError", "FrameError", "LinkRefused",
 )  # fmt: skip
 _HOME = {
     "Job": "overlord.job", "Source": "overlord.job", "Batch": "overlord.job",
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from overlord.errors import PlanError as PlanError
     from overlord.errors import SourceError as SourceError
     from overlord.errors import StateMismatch as StateMismatch
+    from overlord.errors import StorageError as StorageError
     from overlord.errors import TransformError as TransformError
     from overlord.hooks import Assembly as Assembly
     from overlord.hooks import Popped as Popped

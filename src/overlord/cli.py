@@ -33,7 +33,10 @@ imports = click.option(
 where = click.option(
     "--runtime", metavar="NAME", default="local", show_default=True, help="Where loaders and constructors live: local, process."
 )
-resuming = click.option("--resume", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON", help="Go on from a saved state.")
+resuming = click.option(
+    "--resume", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON|auto",
+    help="Go on from a saved state; auto: behind the last step that all ranks took, as the job's journal says.",
+)  # fmt: skip
 saving = click.option(
     "--save", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON",
     help="Write the state at the end, also after Ctrl-C or SIGTERM.",
@@ -94,10 +97,10 @@ def run(
     """Run a job and show what it delivers."""
 
     def act() -> None:
-        from overlord.observe.running import Run, read_state, run_job
+        from overlord.observe.running import Run, resume_from, run_job
 
         job = _read_job(job_yaml, modules)
-        state = None if resume is None else read_state(resume)
+        state = None if resume is None else resume_from(resume)
         wanted = Run(job=job, steps=steps, rank=rank, resume=state, save=save, allow=allow, digest=digest, runtime=runtime)
         run_job(wanted, _console(), _console(stderr=True))
 
@@ -126,10 +129,10 @@ def serve(
 
     def act() -> None:
         from overlord.observe.attending import Serve, read_token, serve_job
-        from overlord.observe.running import read_state
+        from overlord.observe.running import resume_from
 
         job = _read_job(job_yaml, modules)
-        state = None if resume is None else read_state(resume)
+        state = None if resume is None else resume_from(resume)
         wanted = Serve(
             job=job, host=host, port=port, token=read_token(token_file), resume=state, save=save, allow=allow, runtime=runtime
         )  # fmt: skip
@@ -236,6 +239,39 @@ def explain(job_yaml: Path, step: int | None, sample: str | None, within: int, m
     _guarded(act, debug)
 
 
+@cli.command()
+@job_file
+@click.option("--faults", metavar="HOW:WHOM@STEP,...", help="As kill:loader-host@10,stop:planner@20. Without it: one of each kind.")
+@click.option("--steps", type=click.IntRange(min=2), default=40, show_default=True, help="Steps of both runs.")
+@click.option("--step-s", type=click.FloatRange(min=0), default=0.1, show_default=True, help="Seconds that a trainer takes for a step.")
+@click.option("--prefetch", type=click.IntRange(min=1), default=4, show_default=True, help="Steps that are prepared ahead.")
+@click.option("--shadows", metavar="WHICH", default="none", show_default=True, help="Loaders with a standby: none, heavy, all.")
+@imports
+@debug
+def drill(
+    job_yaml: Path, faults: str | None, steps: int, step_s: float, prefetch: int, shadows: str, modules: tuple[str, ...], debug: bool
+) -> None:
+    """Rehearse faults: run a job, kill its parts, compare every byte with an undisturbed run."""
+
+    def act() -> None:
+        from overlord.drill.faults import parse_faults, usual_faults
+        from overlord.drill.run import Drill, refuse_too_late, rehearse
+        from overlord.drill.show import drill_view
+        from overlord.observe.tables import waiting
+
+        job = _read_job(job_yaml, modules)
+        wanted = usual_faults(steps, planner=True) if faults is None else parse_faults(faults)
+        refuse_too_late(wanted, steps)
+        plan = Drill(job=job, faults=wanted, steps=steps, step_s=step_s, options={"prefetch": prefetch, "shadows": shadows})
+        with waiting(_console(stderr=True), "steps of both runs", 2 * steps) as advance:
+            report = rehearse(plan, lambda what, taken: advance(taken + (steps if what != "undisturbed" else 0)))
+        _console().print(drill_view(report))
+        if report.difference:
+            sys.exit(FAILED)
+
+    _guarded(act, debug)
+
+
 @cli.group()
 def journal() -> None:
     """Look into a job's journal: a directory, or a store's URI. Nothing is written, and the job may run meanwhile."""
@@ -269,16 +305,19 @@ def show(uri: str, last: int | None, as_json: bool, debug: bool) -> None:
 @click.argument("uri")
 @debug
 def check(uri: str, debug: bool) -> None:
-    """Read every byte of a journal and say what is wrong with it."""
+    """Read every byte of a journal, and go through its steps; say what is wrong with it."""
 
     def act() -> None:
-        from overlord.journal.report import verify
+        from overlord.journal.log import read
+        from overlord.journal.report import report_of
+        from overlord.observe.journal import fold_faults
 
-        report = verify(uri)
+        reading = read(uri)
+        report = report_of(uri, reading, decoding=True)
         click.echo(f"job {report.job!r}: {report.records} records in {report.segments} segments, {report.nbytes} bytes")
         for cut in report.cuts:
             click.echo(f"no fault, a write that was cut: {cut}")
-        _tell_faults(report.faults)
+        _tell_faults(report.faults or fold_faults(reading))
         click.echo("every record is whole")
 
     _guarded(act, debug)

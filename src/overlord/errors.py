@@ -40,6 +40,10 @@ class SourceError(OverlordError):
         return f"{where}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
 
 
+class StorageError(SourceError):
+    """Bytes of a source that storage did not give in time, or not as they were indexed. It says nothing about the data."""
+
+
 class TransformError(OverlordError):
     """A transform that cannot work on this source at all (one bad row is quarantined instead)."""
 

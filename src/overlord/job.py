@@ -30,6 +30,7 @@ DRAWS = ("exact", "random")
 MIX_EVERY = ("step", "microbatch", "epoch")
 OVERFLOWS = ("grow", "defer")
 WORKERS = ("threads", "processes")
+ON_LOST = ("fail", "leave")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,7 @@ class Source:
     max_bad: int = field(default=100, kw_only=True)  # failures in a row, in stream order, that stop the job
     workers: str = field(default="threads", kw_only=True)  # where transforms run; no part of the fingerprint
     max_sample_bytes: int = field(default=2**26, kw_only=True)  # a larger row is quarantined, not read into memory
+    on_lost: str = field(default="fail", kw_only=True)  # when its storage is given up: the job ends there, or the source leaves the mixture
 
     def __post_init__(self) -> None:
         for name in ("transforms", "deferred"):
@@ -148,7 +150,7 @@ class Source:
             wrong = [(i, t) for i, t in enumerate(self.transforms) if not hasattr(t, "fingerprint") or isinstance(t, type)]
             found += [f"{at}.transforms[{i}]: {t!r} is no transform" for i, t in wrong]
         found += self._deferred_problems(at)
-        return found + _one_of(f"{at}.workers", self.workers, WORKERS)
+        return found + _one_of(f"{at}.workers", self.workers, WORKERS) + _one_of(f"{at}.on_lost", self.on_lost, ON_LOST)
 
     def _deferred_problems(self, at: str) -> list[str]:
         if not isinstance(self.deferred, tuple):
@@ -189,7 +191,7 @@ class Job:
     mixture: Any = None  # None: the sources' weights; or a mapping name -> weight; or a schedule
     strategy: str | Callable[..., Any] = "llm_balance"
     seed: int = 0
-    journal: str | None = None
+    journal: str | None = None  # a directory or a store's URI; None: nothing outlives the process but state_dict()
     until: str | int = "all"
     draw: str = "exact"
     mix_every: str = "step"
@@ -208,6 +210,8 @@ class Job:
             object.__setattr__(self, "sources", tuple(self.sources))
         if isinstance(self.hooks, list):
             object.__setattr__(self, "hooks", tuple(self.hooks))
+        if isinstance(self.journal, PathLike):
+            object.__setattr__(self, "journal", str(self.journal))
         if problems := self.problems():
             raise JobError(problems, f"job {self.name!r}")
 
@@ -255,7 +259,7 @@ class Job:
 
             if self.strategy not in STRATEGIES:
                 found.append(f"strategy: unknown strategy {self.strategy!r}{did_you_mean(self.strategy, STRATEGIES)}")
-        return found + self._hook_problems() + self._look_ahead_problems() + self._image_problems() + self._not_yet()
+        return found + self._hook_problems() + self._look_ahead_problems() + self._image_problems() + self._journal_problems()
 
     def _hook_problems(self) -> list[str]:
         if not isinstance(self.hooks, tuple):
@@ -272,6 +276,9 @@ class Job:
         if wrong:
             return wrong
         found = [f"sources: the name {n!r} is used twice" for n in sorted({n for n in self.names if self.names.count(n) > 1})]
+        if self.until == "first" and (leaves := [s.name for s in self.sources if s.on_lost == "leave"]):
+            why = 'until="first" ends the job where one has no more'
+            found.append(f"sources: {', '.join(map(repr, leaves))} may leave (on_lost), and {why}; leave out one of the two")
         if self.mixture is None and all(s.weight == 0 for s in self.sources):
             found.append("sources: all weights are zero, so no sample would ever be drawn")
         if isinstance(self.mixture, Mapping):
@@ -314,12 +321,12 @@ class Job:
             found.append(f"place: cp={self.place.cp} cuts microbatches, and rows of images go into whole ones; use {ways}")
         return found
 
-    def _not_yet(self) -> list[str]:
-        """What the design names and this version does not do: refused, never ignored."""
-        found = []
-        if self.journal is not None:
-            found.append("journal: durability across crashes is not available in this version; use state_dict()")
-        return found
+    def _journal_problems(self) -> list[str]:
+        from overlord.sources.uris import uri_problems
+
+        if self.journal is not None and (not isinstance(self.journal, str) or not self.journal):
+            return [f"journal: wanted a directory or a store's URI, found {self.journal!r}"]
+        return [f"journal: {problem}" for problem in uri_problems(self.journal or "")]
 
     @staticmethod
     def from_yaml(path: str | Path) -> Job:

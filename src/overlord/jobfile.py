@@ -95,6 +95,8 @@ class _Reader:
             given["mixture"] = mixture
         elif "mixture" in given:
             del given["mixture"]
+        if isinstance(given.get("journal"), str):
+            given["journal"] = self._path(given["journal"])
         try:
             job = Job(**{**stand_ins, **given})
         except JobError as fault:
@@ -301,6 +303,8 @@ class _Writer:
                 value = {source: float(weight) if isinstance(weight, float) else int(weight) for source, weight in value.items()}
             elif name == "mixture":
                 value = write_mixture(value, "mixture", self.problems)
+            elif name == "journal":
+                value = _anywhere(value)
             elif callable(value) or name == "hooks":
                 self.problems.append(f"{name}: {_shown(value)} is code; a file can name only what has a name")
             plain[name] = value

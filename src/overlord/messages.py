@@ -14,6 +14,8 @@ Spoiled    constructor -> planner                    images that could not be de
 Deliver    constructor -> client                     a step for a rank (what travels with its arrays is Told)
 Finish     planner     -> constructors               no step from here on; with an error, or without
 End        constructor -> client                     all steps before that are sent
+Back       planner     -> loaders, constructors      some part was lost: all behind a step is planned again
+Resume     constructor -> client                     the end that was told is none
 """
 
 from __future__ import annotations
@@ -84,6 +86,16 @@ class AddSource:
     at: int
     name: str
     fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLost:
+    """The storage of a source was given up: from step ``at`` on nothing of it is drawn. An event of the log, so that a run that is resumed
+    or replayed leaves it at the same step, whether its storage answers then or not. The planner asks for it, and is told it."""
+
+    at: int
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +327,13 @@ class Part:
     The host's documents are numbered: those held over from steps before, then the popped ones, loader by loader. ``take[j]`` are
     those for constructor host ``to[j]``, rising; without ``take`` all go to each of ``to``. Without constructors the hosts are ranks.
     ``items[j]`` are the images for constructor host ``to[j]``, which need not be of its documents; without ``take`` all go.
+
+    Shadows. ``("follow", Opening)`` makes a loader host the shadow of a loader that is read on another: it reads the same, is told the
+    same Refills, and is popped by the same Parts, where its loaders stand among the others, or in a Part of their own without ``to``.
+    What is popped of a shadow goes nowhere and has no number; one that is behind owes it, and reads it at once. Nobody hears its
+    announcements. It keeps what was popped until ``acked``, as its primary does, so that a Back with its Opening makes it the primary,
+    from memory. Behind a Back the shadows that stay shadows are told ``("follow", Opening)`` again, with their place and generation
+    there: until then they are not popped. So are they when their source is opened again. ``("drop", loader)`` ends one.
     """
 
     step: int
@@ -404,6 +423,13 @@ class End:
     error: Exception | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What a rank was told of the end holds no longer: the fault behind it is mended."""
+
+    rank: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamState:
     """The planner's state between two steps: small, global, the same on every rank. What a checkpoint holds."""
@@ -412,7 +438,7 @@ class StreamState:
     cursors: np.ndarray  # int64 [sources, 6]: a Cursor each
     owed: tuple[int, ...]
     active: tuple[bool, ...]
-    events: tuple[SetMixture | Skip | AddSource, ...] = ()
+    events: tuple[SetMixture | Skip | AddSource | SourceLost, ...] = ()
     mix_step: int = 0  # the step whose weights are in force (mix_every="epoch" keeps them)
     mix_epoch: int = 0
     ahead: tuple[np.ndarray, ...] = ()  # look-ahead: per source the ages of samples behind the cursor; -1: drawn already

@@ -327,3 +327,26 @@ def test_a_loader_does_not_move_while_payload_of_it_is_held() -> None:
     cutter.forget([1])
     cutter.move(1, 1)
     assert [cutter.host(0), cutter.host(1)] == [1, 1]
+
+
+def test_what_a_loader_pops_is_popped_where_it_is_followed_and_sent_from_its_own_host_alone() -> None:
+    cutter = cutter_for(host_of=[0, 1, 1], constructor_of=[0, 1])
+    cutter.follow({0: 1, 2: 2})
+    stage = stage_of([0, 1, 0, 1, 0], [2, 0, 3], 2)
+    plain = cutter_for(host_of=[0, 1, 1], constructor_of=[0, 1]).cut(stage, AFTER, np.array([True, True]))
+    cuts = cutter.cut(stage, AFTER, np.array([True, True]), acked=7)
+    assert {h: (p.loaders.tolist(), p.pops.tolist(), p.to) for h, p in cuts.parts.items()} == {
+        0: ([0], [2], (0, 1)), 1: ([0, 2], [2, 3], (0, 1)), 2: ([2], [3], ()),
+    }  # fmt: skip
+    assert {p.acked for p in cuts.parts.values()} == {7}
+    for h, part in plain.parts.items():
+        assert all(np.array_equal(a, b) for a, b in zip(part.take, cuts.parts[h].take, strict=True)), "numbers are of its own documents"
+
+
+def test_parts_and_plans_carry_the_generation_and_after_going_back_nothing_is_held() -> None:
+    cutter = cutter_for(host_of=[0], constructor_of=[0])
+    cutter.cut(stage_of([0, 0], [3], 1, kept=np.array([2])), AFTER, np.array([True]))
+    cutter.go_back(5)
+    cuts = cutter.cut(stage_of([0, 0], [2], 1, kept=np.zeros(0, np.int64)), AFTER, np.array([True]))
+    assert (cuts.parts[0].generation, cuts.placed[0].generation) == (5, 5)
+    assert cuts.parts[0].take[0].tolist() == [0, 1], "numbered from the start"

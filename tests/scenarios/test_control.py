@@ -18,8 +18,9 @@ from overlord.errors import ActorLost, DataStall, FrameError, JobError, Overlord
 from overlord.messages import Consumed
 from overlord.runtime.control import Control, Handle
 from overlord.runtime.local_control import LocalControl
+from overlord.runtime.peers import Peers, fault_of
 from overlord.runtime.process_control import ProcessControl
-from tests.actors import Worker, broken, when_allowed
+from tests.actors import Sent, Worker, broken, when_allowed
 
 SOON_S = 20.0  # machines are noisy; nothing here takes a tenth of it
 SHORT_S = 0.05
@@ -34,10 +35,34 @@ class Backend:
     killed: str
 
 
+class Siblings(Peers):
+    """Actors that another control plane started and sent here: what a planner in a process of its own has."""
+
+    def __init__(self) -> None:
+        self.elsewhere = ProcessControl()
+        super().__init__(end=lambda name, ticket, why: self.elsewhere.kill(self._started[ticket]))
+        self._cut = lambda name, ticket, why: None  # who started it tells
+        self._started: dict[int, Handle] = {}
+
+    def spawn(self, factory: Callable[..., Any], *args: Any, name: str, **where: Any) -> Handle:  # type: ignore[override]
+        there = self.elsewhere.spawn(Sent, name, factory, args, name=name, **where)
+        handle, ticket = self.expect(name)
+        self._started[ticket] = there
+        self.elsewhere.on_death(there, lambda there, reason: self.died(ticket, reason, fault_of(self.elsewhere, there)))
+        self.elsewhere.tell(there, "meet", self.address, self.token, ticket)
+        return handle
+
+    def shutdown(self, timeout_s: float = 5.0) -> None:
+        super().shutdown(timeout_s)
+        self.elsewhere.shutdown(timeout_s)
+
+
 BACKENDS = [
     Backend(name="local", make=LocalControl, killed="killed"),
     Backend(name="process", make=ProcessControl, killed="killed by signal 9"),
+    Backend(name="siblings", make=Siblings, killed="killed by signal 9"),
 ]
+STARTERS = [b for b in BACKENDS if b.name != "siblings"]  # whose actors are theirs to end
 
 
 @pytest.fixture(params=BACKENDS, ids=[b.name for b in BACKENDS])
@@ -386,6 +411,7 @@ def test_the_others_live_on(control: Control, actor: Handle) -> None:
 # the end
 
 
+@pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name)
 def test_shutdown_lets_actors_finish_and_closes_them(backend: Backend, tmp_path: Path) -> None:
     control = backend.make()
     paths = [tmp_path / f"{i}" for i in range(3)]
@@ -399,6 +425,7 @@ def test_shutdown_lets_actors_finish_and_closes_them(backend: Backend, tmp_path:
     assert deaths.told == [], "who leaves when asked has not died"
 
 
+@pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name)
 def test_a_promise_not_kept_at_shutdown_is_an_error(backend: Backend) -> None:
     control = backend.make()
     promise = control.call(control.spawn(Worker, name="worker"), "promise")
@@ -407,6 +434,7 @@ def test_a_promise_not_kept_at_shutdown_is_an_error(backend: Backend) -> None:
         promise.result(0)
 
 
+@pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name)
 def test_after_shutdown_everything_says_so(backend: Backend) -> None:
     control = backend.make()
     actor = control.spawn(Worker, name="worker")
@@ -421,6 +449,7 @@ def test_after_shutdown_everything_says_so(backend: Backend) -> None:
     control.kill(actor)
 
 
+@pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name)
 def test_an_actor_that_does_not_leave_is_not_waited_for(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
     control = backend.make()
     busy, other = control.spawn(Worker, name="busy"), control.spawn(Worker, name="other")
@@ -436,6 +465,7 @@ def test_an_actor_that_does_not_leave_is_not_waited_for(backend: Backend, caplog
     assert "other" not in caplog.text
 
 
+@pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name)
 def test_a_close_that_fails_is_told_in_the_log(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
     control = backend.make()
     control.spawn(Worker, "fail", name="worker")

@@ -12,6 +12,7 @@ import pytest
 
 import overlord as ov
 from overlord.channel.dialling import dial
+from overlord.client.direct import DirectInbox
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from tests.scenarios.test_serving import TAKE_ALL, as_json, closing, found, join_all, trainer
 from tests.unit.test_session import content, in_thread, job, launch, rest, rows, take, whole_run
@@ -289,3 +290,27 @@ def test_a_client_that_no_loader_host_can_reach_ends_the_job_by_name() -> None:
         link, _ = dial(address, token, hello, timeout_s=5.0)
         with link, ov.connect(served, 0, served.token) as client, pytest.raises(ActorLost, match="client/1 is lost"):
             rest(client)
+
+
+def test_a_client_that_is_closed_while_it_looks_for_the_planner_leaves_no_link_behind() -> None:
+    with direct(job(dp=1)) as session:
+        address, token = session._host.address_for(0)  # type: ignore[attr-defined]
+        boxes: list[DirectInbox] = []
+
+        def where(generation: int) -> tuple[str, str]:
+            boxes[0].end(OverlordError("closed"), drop=True)
+            return address, token
+
+        boxes.append(DirectInbox(rank=0, address=address, token=token, where=where, generation=0))
+        own = boxes[0]._own
+        assert own is not None
+        first = own._link
+        own._find_again(OverlordError("the link broke"))
+        assert own._link is not first
+        with pytest.raises(ActorLost):
+            own._link.recv(5.0)
+
+
+def test_why_a_rank_waits_can_be_asked_though_its_client_never_came() -> None:
+    with direct(job(dp=1)) as session:
+        assert session._why(0) == "client/0, which is not there"

@@ -24,6 +24,7 @@ from tests.worlds import Rows
 
 pytestmark = pytest.mark.timeout(120)
 
+ENDS: dict[str, Any] = {"failover": False}  # a lost part ends the job
 SOON_S = 3.0  # a death is told in tens of milliseconds; machines are noisy
 
 
@@ -59,7 +60,7 @@ def ends_of(session: ov.Session) -> dict[int, tuple[list[Any], Exception | None]
 
 @pytest.mark.parametrize("constructor_hosts", [1, 2])
 def test_a_loader_host_that_is_killed_ends_the_job_at_the_same_step_for_all(alone: Played, constructor_hosts: int) -> None:
-    with launch(job(until=200), sources_per_host=2, hosts=2, constructor_hosts=constructor_hosts, build_ahead=4) as session:
+    with launch(job(until=200), sources_per_host=2, hosts=2, constructor_hosts=constructor_hosts, build_ahead=4, **ENDS) as session:
         before, hosts = play(session, steps=5), hosts_of(session)
         until(lambda: min(len(session.client(rank)._inbox) for rank in range(2)) == 4)
         os.kill(hosts["loader-host/1"], signal.SIGKILL)
@@ -79,7 +80,7 @@ def test_a_loader_host_that_is_killed_ends_the_job_at_the_same_step_for_all(alon
 
 @pytest.mark.parametrize("victim", ["loader-host/0", "constructor-host/1"])
 def test_a_host_that_is_killed_while_all_wait_for_it(alone: Played, victim: str) -> None:
-    with launch(job(until=10**6), sources_per_host=2, hosts=2, constructor_hosts=2) as session:
+    with launch(job(until=10**6), sources_per_host=2, hosts=2, constructor_hosts=2, **ENDS) as session:
         hosts, clients = hosts_of(session), [session.client(rank) for rank in range(2)]
         ends: dict[int, Any] = {}
         threads = [threading.Thread(target=lambda r=r: ends.update({r: rest_of(clients[r])})) for r in range(2)]
@@ -96,7 +97,7 @@ def test_a_host_that_is_killed_while_all_wait_for_it(alone: Played, victim: str)
 
 
 def test_clients_of_a_constructor_host_that_is_killed_hand_out_what_they_have_and_all_others_end(alone: Played) -> None:
-    with launch(job(until=200), constructor_hosts=2, build_ahead=4) as session:
+    with launch(job(until=200), constructor_hosts=2, build_ahead=4, **ENDS) as session:
         before, hosts = play(session, steps=5), hosts_of(session)
         until(lambda: min(len(session.client(rank)._inbox) for rank in range(2)) == 4)
         session.kill("constructor-host/1")
@@ -366,7 +367,7 @@ def ends_program(columns: Any) -> Any:
 
 @pytest.mark.parametrize("fn", [ends_process, ends_later])
 def test_a_transform_that_ends_its_process_ends_the_job_for_all(fn: Any) -> None:
-    with launch(job(sources=[with_map(fn, rows=fn is ends_later), source("a", 60, 1000)])) as session:
+    with launch(job(sources=[with_map(fn, rows=fn is ends_later), source("a", 60, 1000)]), **ENDS) as session:
         ends = ends_of(session)
     assert {str(error) for _, error in ends.values()} == {"loader-host/0 is lost: exit code 3"}
     assert len({len(steps) for steps, _ in ends.values()}) == 1

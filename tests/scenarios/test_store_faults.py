@@ -63,8 +63,34 @@ def lasting(made: ov.Job, then: Any, after_steps: int = 2, runtime: str = "local
 each_format = pytest.mark.parametrize("far", FORMATS, indirect=True)
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may come back is not waited for long."""
+    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "1")
+
+
 @each_format
-def test_an_object_that_goes_away_in_mid_run_is_named(proxy, server, far):
+def test_an_object_that_goes_away_and_comes_back_costs_time_and_nothing_else(proxy, server, far, large):
+    """The same bytes have the same entity tag."""
+    [second] = [m["path"] for m in listed(server, far) if "part-00001" in m["path"]]
+    kept, format = bytes(server.bucket().get(second).bytes()), far.sources[0].uri.rpartition("/*.")[2]
+    with ov.launch(far, stall_limit_s=60, prefetch=1) as session:
+        client = session.client(0)
+        got = [next(client), next(client)]
+        server.bucket().delete(second)
+        thread = threading.Thread(target=lambda: (wait_for_retries(session), server.bucket().put(second, kept)), daemon=True)
+        thread.start()
+        got += list(client)
+        thread.join()
+        found = session.metrics()["sources"]["web"]
+        assert found["store"]["errors"]["gone"] >= 2
+        assert found["storage"]["retries"] == found["store"]["retries"]
+        assert session.quarantine() == []
+    assert delivered(got) == stream(in_order(str(large / format), format))
+
+
+@each_format
+def test_an_object_that_goes_away_in_mid_run_is_named(proxy, server, far, impatient):
     error = lasting(far, lambda: delete_second(server, far))
     assert "the object is gone" in str(error)
     assert "part-00001" in error.path
@@ -72,7 +98,7 @@ def test_an_object_that_goes_away_in_mid_run_is_named(proxy, server, far):
 
 
 @pytest.mark.parametrize("far", ["parquet"], indirect=True)
-def test_an_error_of_a_store_crosses_processes_as_it_is(proxy, server, far):
+def test_an_error_of_a_store_crosses_processes_as_it_is(proxy, server, far, impatient):
     error = lasting(far, lambda: delete_second(server, far), runtime="process")
     assert (error.source, error.path) == ("web", f"s3://{BUCKET}/far/parquet/part-00001.parquet")
     assert "the object is gone" in error.problem
@@ -85,7 +111,7 @@ def delete_second(server: S3Server, made: ov.Job) -> None:
 
 
 @each_format
-def test_an_object_that_is_replaced_in_mid_run_is_named_and_its_bytes_are_not_mixed(proxy, server, far):
+def test_an_object_that_is_replaced_in_mid_run_is_named_and_its_bytes_are_not_mixed(proxy, server, far, impatient):
     error = lasting(far, lambda: replace_all(server, far))
     assert "the object changed since it was indexed (412" in str(error)
     assert error.path.startswith(f"s3://{BUCKET}/far/")
@@ -103,7 +129,7 @@ def listed(server: S3Server, made: ov.Job) -> list[Any]:
 
 
 @each_format
-def test_a_store_that_ignores_conditions_is_caught_by_the_version_it_answers_with(proxy, server, far):
+def test_a_store_that_ignores_conditions_is_caught_by_the_version_it_answers_with(proxy, server, far, impatient):
     proxy.faults = [Fault("unconditional", times=10**6, path="part-")]
     error = lasting(far, lambda: replace_all(server, far))
     assert "the object changed since it was indexed (wanted version" in str(error)

@@ -21,6 +21,7 @@ from overlord.observe.explain import SampleExplanation, StepExplanation, ordinal
 from overlord.observe.planning import find_sample
 from overlord.observe.whereabouts import parse_id
 from tests.corpus import write_rows
+from tests.processes import until
 from tests.worlds import Rows
 
 pytestmark = pytest.mark.timeout(60)
@@ -278,7 +279,8 @@ def test_what_is_not_drawn_yet_is_told_from_what_was(tmp_path: Path, shuffle: bo
             client = session.client(0)
             for _ in range(steps):
                 next(client)
-            planned = session.metrics()["planned_steps"]
+            planned = steps + 1  # it is read in a thread of its own, and the planner waits for what it draws
+            until(lambda s=session, n=planned: s.metrics()["planned_steps"] == n)
             for plan in whole:
                 wanted = "placed" if plan.step < planned else "ahead"
                 assert {of_sample(session, sample).status for sample in ids(plan)[::3]} == {wanted}, plan.step

@@ -152,7 +152,7 @@ def test_what_nobody_wants_is_not_kept() -> None:
         assert here.gathering.payload(Payload(step, 3, documents(2))) == []
     for step in range(10, 10 + 2 * MAX_EARLY):
         here.gathering.payload(Payload(step, 3, documents(2)))
-    assert len(here.gathering._early) == MAX_EARLY
+    assert len(here.gathering._early[3]) == MAX_EARLY
     here.run(here.gathering.payload(Payload(5, 3, documents(2, first=1))))
     here.run(here.gathering.payload(Payload(5, 3, documents(2, first=9))))
     assert here.box.steps == {5: [1, 1]}, "the first counts, and there is no second"

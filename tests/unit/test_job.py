@@ -163,7 +163,8 @@ def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
         ({"overflow": "drop"}, "overflow: wanted one of grow, defer, found 'drop'"),
         ({"overflow": "defer", "batch": Batch(tokens=8, context=8)}, 'overflow: "defer" goes with a batch in samples only'),
         ({"overflow": "defer", "look_ahead": 2}, 'overflow: "defer" goes with look_ahead=1'),
-        ({"journal": "runs/demo"}, "journal: durability across crashes is not available"),
+        ({"journal": ""}, "journal: wanted a directory or a store's URI, found ''"),
+        ({"journal": "s3://key:secret@bucket/runs"}, "journal: s3://"),
     ],
 )
 def test_a_job_that_cannot_run_is_refused(fields: dict[str, Any], problem: str):

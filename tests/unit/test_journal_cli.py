@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+import overlord as ov
 from overlord.cli import cli
 from overlord.journal.log import Log, read_all
 from overlord.journal.record import Record
 from overlord.journal.report import verify
-from overlord.journal.segment import name_of
+from overlord.journal.segment import Header, name_of
+from overlord.recovery.checkpoint import snapshot
+from overlord.recovery.replay import Recovered
+from overlord.runtime.journalling import entries
 from tests.journals import JOB, plain, plan
 
 
@@ -85,3 +91,56 @@ def test_a_record_that_this_version_cannot_decode_is_a_fault_of_verify(tmp_path)
 def test_where_there_is_no_journal_the_command_says_so(tmp_path):
     found = overlord("journal", "verify", tmp_path / "nowhere")
     assert (found.exit_code, "wanted a journal, found no segment" in found.stderr) == (2, True)
+
+
+# what a job wrote
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    rows = [{"tokens": [k % 90] * (1 + k % 9)} for k in range(60)]
+    sources = [ov.Source.from_dataset(name, rows, transforms=[ov.Tokens("tokens")]) for name in ("web", "code")]
+    made = ov.Job(name="told", sources=sources, batch=ov.Batch(samples=4, context=32), journal=str(tmp_path / "told"))
+    with ov.launch(made) as session:
+        client = session.client(0)
+        for _, step in zip(range(3), client, strict=False):
+            client.report(step.step, {"loss": 1.0})
+        session.set_mixture({"web": 3.0, "code": 1.0}, at=20)
+    return tmp_path / "told"
+
+
+def test_show_says_what_a_job_wrote_in_words(written):
+    found = overlord("journal", "show", written)
+    assert found.exit_code == 0, found.output
+    text = " ".join(found.stdout.split())
+    assert "2 sources: web, code" in text
+    assert "the state before step 0, of 2 sources; all took none" in text
+    assert re.search(r"4 samples, digest [0-9a-f]{12}, all took none: web 2, code 2", text)
+    assert "event set_mixture, at 20, weights {'web': 3.0, 'code': 1.0}" in text
+    assert "all took step 2" in text
+    lines = json.loads(overlord("journal", "show", written, "--json").stdout)["list"]
+    assert any("all took step 2" in line["said"] for line in lines)
+
+
+def test_verify_goes_through_the_steps_of_a_job(written):
+    assert overlord("journal", "verify", written).exit_code == 0
+    log, records = Log.open(written, Header(job="told"))
+    plan = next(record for record in records if record.kind == "plan")
+    log.append([Record.of("plan", 99, plan.body)])
+    log.close()
+    found = overlord("journal", "verify", written)
+    assert found.exit_code == 1
+    assert re.search(
+        r"wanted a plan of step 99, found what cannot be one: ValueError: wanted the plan of step \d", " ".join(found.stderr.split())
+    )
+
+
+def test_a_snapshot_that_is_not_what_the_plans_give_is_a_fault(written):
+    log, records = Log.open(written, Header(job="told"))
+    found = Recovered.of(entries(records))
+    wrong = found.front()
+    entry = snapshot(replace(wrong, owed=(1, *wrong.owed[1:])), found.acked)
+    log.append([Record.of(entry.kind, entry.number, entry.body)])
+    log.close()
+    told = overlord("journal", "verify", written)
+    assert (told.exit_code, "differs from what the plans before it give in columns" in " ".join(told.stderr.split())) == (1, True)

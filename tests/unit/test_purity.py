@@ -19,6 +19,7 @@ NOUNS = ("calls", "errors", "hashing", "hooks", "job", "messages", "placetree", 
 CORES = (
     "loader.order",
     "loader.loader",
+    "loader.memory",
     "loader.buffer",
     "constructor.assembler",
     "constructor.microbatch",
@@ -26,7 +27,13 @@ CORES = (
     "constructor.views",
     "constructor.wide",
 )
-PURE = sorted([*NOUNS, *CORES, *(f"planner.{p.stem}" for p in (PACKAGE / "planner").glob("*.py") if p.stem != "__init__")])
+PURE = sorted(
+    [
+        *NOUNS,
+        *CORES,
+        *(f"{part}.{p.stem}" for part in ("planner", "recovery") for p in (PACKAGE / part).glob("*.py") if p.stem != "__init__"),
+    ]
+)
 
 # Not `threading`: numpy may bring it in. That our own files do not is what the look into their text is for.
 IMPURE = ("pyarrow", "torch", "ray", "PIL", "tokenizers", "msgspec", "yaml", "asyncio", "socket", "multiprocessing", "subprocess")

@@ -28,6 +28,7 @@ from overlord.errors import (
     PlanError,
     SourceError,
     StateMismatch,
+    StorageError,
     TransformError,
 )
 from overlord.planner.strategy import llm_balance
@@ -803,7 +804,7 @@ def test_plans_kept_for_people_are_bounded_by_their_samples_too(monkeypatch: pyt
 # Errors
 
 ERRORS: list[OverlordError] = [
-    OverlordError("a text"), JobError(["a", "b"], "job 'x'"), SourceError("web", "gone", "a.parquet", "mend it"),
+    OverlordError("a text"), JobError(["a", "b"], "job 'x'"), SourceError("web", "gone", "a.parquet", "mend it"), StorageError("a", "b"),
     TransformError("web", "Map", "no", "mend it"), PlanError("bad", 3, "mend it"), StateMismatch({"seed": ("1", "2")}, "mend it"),
     DataStall("rain", 3.5, 7, 2), ActorLost("the pump", "it was stopped"), JournalError("a/b", "torn", "mend it"),
     FrameError("cut off", "value[3]", "mend it"), LinkRefused("overlord://a:1/b", "wrong token"),

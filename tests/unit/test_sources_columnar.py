@@ -1,12 +1,15 @@
 """Parquet and Arrow IPC: what they share and what can be wrong with them."""
 
+import os
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from overlord.errors import SourceError
-from overlord.sources.base import ReadOptions
+from overlord.sources.base import ReadOptions, Unreachable
+from overlord.sources.formats import FORMATS
 from overlord.sources.handles import ChunkReader, HandleCache
 from overlord.sources.index import build_index
 from tests.corpus import write_rows
@@ -218,3 +221,14 @@ def test_a_column_name_that_is_no_utf8_is_an_error(tmp_path, format):
     path.write_bytes(path.read_bytes().replace(b"namename", b"name\xff\xff\xff\xff"))
     with pytest.raises(SourceError, match="part-00000"):
         read_all(str(path))
+
+
+@pytest.mark.parametrize("format", ["arrow", "arrow-stream"])
+def test_an_arrow_file_cut_short_under_its_map_is_an_error_and_not_the_end_of_the_process(tmp_path, format):
+    rows = [{"text": f"{k:04d}" * 200} for k in range(400)]
+    index = build_index("web", write_rows(tmp_path, format, rows, files=1, batch_rows=100), None, ReadOptions(slice_rows=10))
+    slices = FORMATS["arrow"].read(index.access, index.files[0], index.chunks, 0, ReadOptions(slice_rows=10))
+    assert next(slices).table.num_rows == 10
+    os.truncate(index.files[0].path, 5000)  # what is mapped behind it is gone: to touch it ends the process
+    with pytest.raises(Unreachable, match=r"the file changed while it was read: wanted \d+ bytes, found 5000"):
+        list(slices)

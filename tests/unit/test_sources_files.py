@@ -70,8 +70,32 @@ def test_the_same_file_twice_is_refused_by_name(tree, twice):
 
 def test_a_directory_that_contains_itself_is_refused(tree):
     os.symlink(tree, tree / "sub" / "loop")
-    with pytest.raises(SourceError, match="twice"):
+    with pytest.raises(SourceError, match=r"loop is a link back to a directory that it lies in: .* twice"):
         names(tree, tree)
+
+
+def test_links_that_lead_back_are_followed_once_and_hidden_ones_not_at_all(tree):
+    """Of two that lead back a walk would have two to the power of forty turns to take."""
+    before = names(tree, tree)
+    (tree / ".hidden").mkdir()
+    for name in "ab":
+        os.symlink(tree, tree / ".hidden" / name)
+    assert names(tree, tree) == before
+
+
+@pytest.mark.parametrize("what", ["", "/*.jsonl", "/z.jsonl"])
+@pytest.mark.parametrize(("make", "found"), [(lambda p: p.symlink_to("nowhere"), "a link that leads nowhere"), (os.mkfifo, "a pipe")])
+def test_what_is_meant_to_be_data_and_cannot_be_read_is_not_passed_over(tree, what, make, found):
+    make(tree / "z.jsonl")
+    with pytest.raises(SourceError, match=rf"z\.jsonl: wanted a file.*, found {found}"):
+        names(f"{tree}{what}", tree)
+
+
+def test_what_is_not_meant_to_be_data_may_be_anything(tree):
+    before = names(tree, tree)
+    (tree / "latest").symlink_to("nowhere")
+    os.mkfifo(tree / "_pipe.jsonl")
+    assert names(tree, tree) == before
 
 
 def test_two_files_of_equal_size_and_time_are_two_files(tree):

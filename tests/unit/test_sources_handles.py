@@ -4,7 +4,7 @@ from dataclasses import replace
 import pyarrow.fs as pafs
 import pytest
 
-from overlord.errors import SourceError
+from overlord.errors import StorageError
 from overlord.sources.base import ReadOptions
 from overlord.sources.files import Files
 from overlord.sources.handles import ChunkReader, HandleCache
@@ -103,18 +103,30 @@ def test_threads_may_share_a_reader(tmp_path):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_file_that_changed_or_went_is_named(tmp_path, format):
+def test_a_file_that_changed_or_went_is_named(tmp_path, format, monkeypatch):
+    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.01")
     chunks = reader(tmp_path, format)
     paths = sorted((tmp_path / "data").iterdir())
     with paths[0].open("ab") as out:
         out.write(b"more")
     paths[1].unlink()
-    with pytest.raises(SourceError, match=r"the file changed .* wanted \d+ bytes, found \d+") as caught:
+    with pytest.raises(StorageError, match=r"the file changed .* wanted \d+ bytes of .*, found \d+ bytes of ") as caught:
         chunks.slice(0, 0)
     assert caught.value.path == str(paths[0])
-    with pytest.raises(SourceError, match="gone since") as caught:
+    with pytest.raises(StorageError, match="gone since") as caught:
         chunks.slice(1, 0)
     assert caught.value.path == str(paths[1])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_file_that_changes_between_two_slices_is_not_read_on(tmp_path, format, monkeypatch):
+    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.01")
+    chunks = reader(tmp_path, format)
+    chunks.slice(0, 0)
+    path = min((tmp_path / "data").iterdir())
+    path.write_bytes(path.read_bytes()[::-1])  # in place and of the same size: what is open sees it
+    with pytest.raises(StorageError, match=r"the file changed since the source was indexed"):
+        chunks.slice(0, 1)
 
 
 def test_the_cache_keeps_what_was_used_last():

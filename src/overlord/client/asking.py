@@ -75,7 +75,8 @@ class Asking:
                 raise self._over
             left = deadline - time.monotonic()
             if left <= 0:
-                raise ActorLost(FRONT_DOOR, f"{self.address} could not be reached for {time.monotonic() - start:.1f} s: {fault}") from fault
+                words = f"{self.address} could not be reached for {time.monotonic() - start:.1f} s: {reason_of(fault)}"
+                raise ActorLost(FRONT_DOOR, words) from fault
             try:
                 link, welcome = dial(self.address, self.token, {"role": self._role, "rank": self.rank}, timeout_s=left)
                 self._check(welcome)
@@ -107,3 +108,10 @@ def _opened(reply: dict[str, Any]) -> Any:
     if isinstance(error := reply.get("error"), BaseException):
         raise error
     return reply.get("value")
+
+
+def reason_of(fault: BaseException | None) -> str:
+    """Why someone could not be reached, without who could not reach whom on the way to that."""
+    while isinstance(fault, ActorLost) and isinstance(fault.__cause__, (ActorLost, DataStall)):
+        fault = fault.__cause__
+    return fault.reason if isinstance(fault, ActorLost) else str(fault)

@@ -56,6 +56,11 @@ class Inbox:
                 self._steps.clear()
             self._changed.notify_all()
 
+    def resume(self) -> None:
+        """The end that was told is none."""
+        with self._changed:
+            self._ended, self._error = False, None
+
     def __len__(self) -> int:
         return len(self._steps)
 
@@ -89,6 +94,7 @@ class Client:
         self._report = report
         self._warn_s, self._limit_s, self._on_stall = stall_warn_s, stall_limit_s, on_stall
         self._pid = os.getpid()
+        self._gate = threading.Lock()  # held for the moment in which a step becomes the trainer's, and while the session is moved
         self.session: Session | None = None  # of the one client that owns it (``join``)
         self._failed = False  # left by an exception: others need not be waited for
         self._fault: BaseException | None = None  # that one
@@ -100,13 +106,21 @@ class Client:
 
     def __next__(self) -> Step:
         self._refuse_fork()
-        if self._begin is not None:
-            self._begin()
-            self._begin = None
-        inbox = self._inbox
-        told, bucket = self._wait(inbox)
-        if inbox is self._inbox:  # else the session was moved meanwhile, and this client with it
-            self._state = told.after
+        while True:
+            if (begin := self._begin) is not None:
+                begin()
+                self._begin = None
+            inbox = self._inbox
+            try:
+                told, bucket = self._wait(inbox)
+            except (OverlordError, StopIteration):
+                if inbox is self._inbox:
+                    raise
+                continue
+            with self._gate:
+                if inbox is self._inbox:  # else the session was moved meanwhile, and this client with it: the step comes again there
+                    self._state = told.after
+                    break
         self.steps += 1
         self._consumed(inbox, told.step)
         return Step(told, bucket, self.rank)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 from overlord.client.asking import FRONT_DOOR, Asking
 from overlord.client.client import Box, Client, State
 from overlord.client.remote import RemoteInbox
-from overlord.errors import FrameError, JobError, LinkRefused, OverlordError, StateMismatch
+from overlord.errors import ActorLost, DataStall, FrameError, JobError, LinkRefused, OverlordError, StateMismatch
 from overlord.messages import Sealed
 
 WHY_S = 1.0  # a client that has waited for minutes must not wait long for the reason
@@ -94,12 +94,17 @@ class _Connected:
                 generation=at["generation"], reconnect_s=self._reconnect_s,
             )  # fmt: skip
         try:
-            return RemoteInbox(
-                rank=self._asking.rank, address=at["constructor"], token=self._token(at), where=self._where, next_step=at["state"].step,
-                generation=at["generation"], prefetch=self._started["prefetch"], reconnect_s=self._reconnect_s, on_moved=self._moved,
-            )  # fmt: skip
+            return self._remote(at, at["constructor"])
         except LinkRefused as refused:
             raise OverlordError(refused.reason) from refused
+        except (ActorLost, DataStall):  # it has died, perhaps, and another is started: it is looked for when a step is asked for
+            return self._remote(at, "")
+
+    def _remote(self, at: Mapping[str, Any], address: str) -> RemoteInbox:
+        return RemoteInbox(
+            rank=self._asking.rank, address=address, token=self._token(at), where=self._where, next_step=at["state"].step,
+            generation=at["generation"], prefetch=self._started["prefetch"], reconnect_s=self._reconnect_s, on_moved=self._moved,
+        )  # fmt: skip
 
     def _token(self, at: Mapping[str, Any]) -> str:
         """For the constructor: the one we came with, which so never travels; or one of a socket of this machine."""

@@ -123,6 +123,7 @@ class OwnConstructor(Carrier):
         super().__init__()
         self._rank, self._inbox, self._where, self._reconnect_s = rank, inbox, where, reconnect_s
         self._generation, self._closed, self.trouble = generation, False, ""
+        self._closing = threading.Lock()
         self._loaders: dict[Link, int] = {}
         self._received = 0  # bytes of payload
         self._failed = 2**62  # the first step that could not be built
@@ -197,9 +198,13 @@ class OwnConstructor(Carrier):
             try:
                 if (found := self._where(self._generation)) is None:
                     return False
-                self._link, _ = self._dial(*found)
+                link, _ = self._dial(*found)
+                with self._closing:
+                    self._link, over = link, self._closed
+                if over:  # meanwhile, by another thread, which knew of the old link only
+                    link.close("the client is closed")
                 self.trouble = ""
-                return True
+                return not over
             except Followed as moved:
                 self._inbox.end(moved, drop=True)
                 return False
@@ -275,9 +280,10 @@ class OwnConstructor(Carrier):
         self._pump.post(lambda: self.run(self._building.consumed([self._rank], step)))
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
         self._say(LEFT)
         self._link.close("the client is closed")
         self._pump.stop()

@@ -1,6 +1,7 @@
 """Steps from a constructor in another process. On the same machine the trainer's own thread reads them: no thread is added.
 
-What was sent stays readable when the constructor dies: descriptors wait in the socket, bytes in shared memory.
+What was sent stays readable when the constructor dies: descriptors wait in the socket, bytes in shared memory. Meanwhile another may be
+started in its place: the session tells where, and the steps go on where those that are here end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from overlord.channel.dialling import dial
 from overlord.channel.link import TIMEOUT, SocketLink
+from overlord.client.asking import FRONT_DOOR, reason_of
 from overlord.constructor.builder import Bucket
 from overlord.constructor.wide import Wide
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
@@ -28,52 +30,65 @@ log = logging.getLogger("overlord")
 DIAL_S = 5.0  # for one attempt
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts
 HOSTS = "constructor-host/"  # whom only the session calls so
+SHORT_PAUSE_S = 0.2  # the same while a constructor is being started: it is there in a second
+GLANCE_S = 0.2  # for an attempt while there are steps to hand out: they wait for it
+LOOK_S = 5.0  # without a word from the constructor: then the session is asked whether it is still the one
 SPARE_SLOTS = 8  # that a trainer may keep views of, beside the steps that wait; beyond them what comes is copied
 
 
 class RemoteInbox:
     """The ``Box`` of a connected client. ``where(generation)`` asks for the constructor's address and token: after a fall it may be
-    another one, and after the session was moved there is none for those who have not moved with it."""
+    another one, and after the session was moved there is none for those who have not moved with it. Without an address it is asked for
+    when the first step is."""
 
     def __init__(
         self, *, rank: int, address: str, token: str, where: Callable[[int], tuple[str, str]], next_step: int, generation: int = 0,
         prefetch: int = 4, reconnect_s: float = 60.0, on_moved: Callable[[Sealed], None] = lambda state: None,
+        dial: Callable[..., tuple[Any, Any]] = dial, now: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
     ):  # fmt: skip
+        self._dial, self._now, self._sleep = dial, now, sleep  # of a virtual clock, in simulations
         self.rank, self.generation, self.address = rank, generation, address
         self._token, self._where, self._next, self._on_moved = token, where, next_step, on_moved
         self._reconnect_s, self._max_held = reconnect_s, prefetch + SPARE_SLOTS
         self._steps: deque[tuple[Told, Bucket]] = deque()
         self.taken = -1
+        self._before = next_step - 1  # taken by whoever was this rank before: a constructor that was started anew may not know
         self._taking = generation  # of which the step is that was handed out last
         self._ended = False
         self._error: BaseException | None = None
         self._lost_at: float | None = None  # when the link broke; None while it holds
         self._fault: BaseException | None = None
+        self._told_end = False  # by the constructor, who may take it back
         self._pause = FIRST_PAUSE_S
         self._tried_at: float | None = None  # since when the link is tried again
+        self._linked_at = self._retry_at = 0.0  # when a link was made last, and before when none is tried again
         self._silent = False  # the session was asked, since the link broke, and is not there either
         self._waited_s = 0.0
+        self._heard_at = now()  # when something came by the link
         self._changed = threading.Condition()  # for the reading thread, where there is one
         self._mine = threading.Lock()  # held by whoever reads the link: two readers would swap steps
         self._link: SocketLink | None = None
-        self._connect(DIAL_S)
+        if address:
+            self._connect(DIAL_S)
+        else:
+            self._lost_at, self._fault = now(), DataStall("the session to say where it is", 0.0)
 
     # the client's side
 
     def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
         """The next step; None when the time is over; StopIteration, or the error, when there is none."""
-        start = time.monotonic()
+        start = self._now()
         try:
             with self._mine:
                 return self._get(start + timeout_s)
         finally:
-            self._waited_s += time.monotonic() - start
+            self._waited_s += self._now() - start
 
     def _get(self, deadline: float) -> tuple[Told, Bucket] | None:
         self._drain()
         while True:
             if self._link is None and (self._steps or self._ended):
-                self._ask_whether_moved()
+                self._look_again()
             if self._steps:
                 told, bucket = self._steps[0]
                 self._taking = self.generation
@@ -84,22 +99,39 @@ class RemoteInbox:
                 raise self._error
             if self._ended:
                 raise StopIteration
-            left = deadline - time.monotonic()
+            left = deadline - self._now()
             if left <= 0:
                 return None
-            self._wait(left)
+            self._wait(min(left, LOOK_S))
+            self._see_who_is_there()
+
+    def _see_who_is_there(self) -> None:
+        """Nothing has come for long. Perhaps the constructor was given up, being stopped or cut off, and another has its place: the link
+        to it would hold for ever, and nothing come."""
+        if (link := self._link) is None or self._steps or self._ended or self._now() - self._heard_at < LOOK_S:
+            return
+        self._heard_at = self._now()
+        try:
+            address, _ = self._where(self.generation)
+        except OverlordError:
+            return  # what it is will be heard by the link, or it is asked again
+        if address != self.address:
+            self._broke(link, ActorLost(self._name, "another was started in its place"))
 
     def took(self, step: int) -> None:
         """The step is the trainer's now. If the link is gone the constructor learns of it when we come again."""
         self.taken = step
-        if (link := self._link) is not None:
+        self._say_took(step)
+
+    def _say_took(self, step: int) -> None:
+        if step >= 0 and (link := self._link) is not None:
             with contextlib.suppress(ActorLost, DataStall):
                 link.send(Took(step, self._waited_s, self._taking), timeout_s=DIAL_S)
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
         """This side ends it."""
         with self._changed:
-            self._ended, self._error = True, error
+            self._ended, self._error, self._told_end = True, error, False
             if drop:
                 self._steps.clear()
             self._changed.notify_all()
@@ -120,7 +152,9 @@ class RemoteInbox:
         """What is wrong with the link, in words; empty while it holds."""
         if self._lost_at is None:
             return ""
-        return f"{self._name} at {self.address}, whose link broke {time.monotonic() - self._lost_at:.1f} s ago: {self._fault}"
+        if isinstance(self._fault, DataStall):  # the session says what is done about it
+            return self._fault.waiting_for
+        return f"{self._name} at {self.address}, whose link broke {self._now() - self._lost_at:.1f} s ago: {reason_of(self._fault)}"
 
     # reading
 
@@ -149,7 +183,9 @@ class RemoteInbox:
         try:
             value = link.recv(seconds, looked=looked)
             if value is not TIMEOUT:
+                self._heard_at = self._now()
                 self._take_in(value)
+                self._be_patient_anew()
             return value
         except (ActorLost, FrameError) as fault:
             self._broke(link, fault)
@@ -174,30 +210,39 @@ class RemoteInbox:
                         bucket = replace(bucket, encoder=Wide.of_part(value.encoder, value.encoder_rows), per=value.per)
                     self._steps.append((value.told, bucket))
             elif isinstance(value, Ended):
-                self._ended, self._error = True, value.error
+                self._ended, self._error, self._told_end = True, value.error, True
             elif isinstance(value, dict) and "moved" in value:
                 self.move(int(value["moved"]), value["after"])
+            elif isinstance(value, dict) and "resumed" in value and self._told_end:
+                self._ended, self._error, self._told_end = False, None, False
             self._changed.notify_all()
 
-    def _ask_whether_moved(self) -> None:
-        """The link is gone, and with it the word that the whole session was moved: then what is kept here is of a time that is over.
-        Whoever cannot be asked has not moved; what the answer is else is heard when the link is tried again."""
-        if self._silent:
+    def _look_again(self) -> None:
+        """The link is gone while there are steps to hand out. The session is asked whether it was moved: then what is kept here is of a
+        time that is over. Else a constructor that is there again is to know how far we are, or no step is planned beyond those here."""
+        if self._silent or self._now() < self._retry_at:
             return
+        self._retry_at = self._now() + LONGEST_PAUSE_S
         try:
-            self._where(self.generation)
-        except ActorLost:
-            self._silent = True  # once for each fall: the steps that are kept must not wait for who is not there
-        except OverlordError as fault:
+            self.address, self._token = self._where(self.generation)
+            if self._link is None and not self._ended:
+                self._connect(GLANCE_S)
+        except (ActorLost, DataStall) as fault:
+            if _is_replaced(fault):
+                self._fault, self._retry_at = fault, self._now() + FIRST_PAUSE_S
+            # Once for each fall: the steps that are here must not wait for who is not there.
+            self._silent = fault.name == FRONT_DOOR if isinstance(fault, ActorLost) else FRONT_DOOR in fault.waiting_for
+        except OverlordError as fault:  # what it means is seen when the steps are handed out
             log.debug("rank %d: %s", self.rank, fault)
 
     def move(self, generation: int, after: Sealed) -> None:
         """The whole session was moved, and this client with it."""
         self._steps.clear()
+        self._told_end, self._retry_at = False, 0.0
         self._ended, self._error, self.taken = False, None, -1  # what was taken before says nothing of the steps to come
         if self._link is None and self._lost_at is None:  # it had ended
-            self._lost_at = time.monotonic()
-        self.generation, self._next = generation, after.step
+            self._lost_at = self._now()
+        self.generation, self._next, self._before = generation, after.step, after.step - 1
         self._on_moved(after)
 
     # the link
@@ -213,12 +258,11 @@ class RemoteInbox:
 
     def _connect(self, timeout_s: float) -> None:
         hello = {"role": "client", "rank": self.rank, "next": self._wanted, "generation": self.generation}
-        link, _ = dial(self.address, self._token, hello, timeout_s=timeout_s)
+        link, _ = self._dial(self.address, self._token, hello, timeout_s=timeout_s)
         link.max_held = self._max_held
-        self._link, self._lost_at, self._fault, self._pause = link, None, None, FIRST_PAUSE_S
-        self._tried_at, self._silent = None, False
-        if self.taken >= 0:  # while the link was gone, perhaps
-            self.took(self.taken)
+        self._link, self._lost_at, self._fault, self._linked_at, self._silent = link, None, None, self._now(), False
+        self._pause_next()  # if this one breaks at once
+        self._say_took(max(self.taken, self._before))  # while the link was gone, perhaps
         if not link.shares_memory:
             threading.Thread(target=self._read_on, args=(link,), name=f"overlord-reader-{self.rank}", daemon=True).start()
 
@@ -228,7 +272,10 @@ class RemoteInbox:
                 return
             self._link = None
             if not self._ended:
-                self._lost_at, self._fault = time.monotonic(), fault
+                self._lost_at, self._fault = self._now(), fault
+            # One that breaks as soon as it is made is tried with pauses, and not for ever.
+            if self._now() - self._linked_at > LONGEST_PAUSE_S:
+                self._be_patient_anew()
             self._changed.notify_all()
         if not self._ended:
             level = logging.WARNING if isinstance(fault, Exception) else logging.DEBUG
@@ -236,12 +283,16 @@ class RemoteInbox:
         link.close()
 
     def _try_again(self, seconds: float) -> None:
+        """One attempt, when it is time for it."""
         assert self._lost_at is not None
         if self._tried_at is None:  # a trainer may have been busy with the steps it had for longer than that
-            self._tried_at = time.monotonic()
-        gone = time.monotonic() - self._tried_at
+            self._tried_at = self._now()
+        gone = self._now() - self._tried_at
         if gone >= self._reconnect_s:
             self._give_up(gone)
+        if (pause := self._retry_at - self._now()) > 0:
+            self._sleep(min(pause, seconds, self._reconnect_s - gone))
+            return
         try:
             self.address, self._token = self._where(self.generation)
             self._connect(max(0.1, min(DIAL_S, self._reconnect_s - gone)))
@@ -250,17 +301,25 @@ class RemoteInbox:
                 self.end(fault)
                 return
             self._fault = fault
-            time.sleep(max(0.0, min(self._pause, seconds, self._tried_at + self._reconnect_s - time.monotonic())))
-            self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+            self._pause_next(SHORT_PAUSE_S if _is_replaced(fault) else LONGEST_PAUSE_S)
         except LinkRefused as refused:
             self.end(OverlordError(refused.reason))
         except OverlordError as over:  # the session was moved, or is closed: no step comes from there
             self.end(over)
 
+    def _pause_next(self, longest: float = LONGEST_PAUSE_S) -> None:
+        self._retry_at = self._now() + min(self._pause, longest)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+
+    def _be_patient_anew(self) -> None:
+        """The link does what it should: if it breaks, that is another fall."""
+        self._pause, self._tried_at, self._retry_at = FIRST_PAUSE_S, None, 0.0
+
     def _give_up(self, gone: float) -> NoReturn:
-        fault = self._fault
+        fault, who = self._fault, self.address or "it"
+        either = f" ({FRONT_DOOR} could not be reached either)" if isinstance(fault, ActorLost) and fault.name == FRONT_DOOR else ""
         raise ActorLost(
-            self._name, f"{self.address} could not be reached for {gone:.1f} s while step {self._next} was wanted: {fault}"
+            self._name, f"{who} could not be reached for {gone:.1f} s while step {self._next} was wanted: {reason_of(fault)}{either}"
         ) from fault
 
     def _drop_link(self, reason: str) -> None:
@@ -268,3 +327,8 @@ class RemoteInbox:
             link, self._link = self._link, None
         if link is not None:
             link.close(reason)
+
+
+def _is_replaced(fault: Exception) -> bool:
+    """Whether the session says that it is about to start another."""
+    return isinstance(fault, DataStall) and fault.waiting_for.startswith(HOSTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from overlord.job import Job
 from overlord.plan import LoadingPlan
 from overlord.planner.strategy import STRATEGIES
 from overlord.sample import Buffer
+
+if TYPE_CHECKING:
+    from overlord.drill.run import Report
 
 COMPARED = ("vanilla", "packed", "llm_balance")
 
@@ -48,6 +52,7 @@ class Figures:
     compute_ms: float  # mean time that the stand-in for a trainer slept
     peak_bytes: int
     before_bytes: int  # of the process, before the job was launched
+    drill: Report | None = None  # the same job in processes, with faults
 
     @property
     def steps(self) -> int:

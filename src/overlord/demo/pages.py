@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from overlord.demo.figures import COMPARED, Figures
+from overlord.drill.show import STRIKE_HEAD, strike_rows
 from overlord.observe.report import Picture, Report, Sheet
 from overlord.observe.svg import Line, Panel, Ridge, bars, lines, ridges, series_color
 
@@ -66,7 +67,7 @@ def report(f: Figures, job_yaml: str) -> Report:
         f"planned and packed in one process. {stand_in(f)} Every figure comes from this run."
     )
     parts: list[Picture | Sheet] = [
-        _load_picture(f), _imbalance_picture(f), _placing_sheet(f), _mix_picture(f), _mix_sheet(f), _length_picture(f),
+        _load_picture(f), _imbalance_picture(f), _placing_sheet(f), _mix_picture(f), _mix_sheet(f), _length_picture(f), *_fault_sheet(f),
     ]  # fmt: skip
     return Report(
         title="Overlord: one job, planned", lead=lead, command=f.command, tiles=tiles(f), parts=parts, attached=[("job.yaml", job_yaml)]
@@ -155,3 +156,13 @@ def _mix_sheet(f: Figures) -> Sheet:
         shows="Shares of samples over the whole run, and how long samples are. Quarantined: rows that could not be read or tokenized.",
         head=MIX_HEAD, rows=mix_rows(f),
     )  # fmt: skip
+
+
+def _fault_sheet(f: Figures) -> list[Sheet]:
+    if f.drill is None:
+        return []
+    shows = (
+        f"The job again, its planner, loaders and constructors in processes of their own, for {f.drill.drill.steps} steps; some "
+        f"were killed. Every byte that every rank got is compared with an undisturbed run in one process. {f.drill.sentence()}."
+    )
+    return [Sheet(title="Parts killed in mid-run", shows=shows, head=STRIKE_HEAD, rows=[tuple(r) for r in strike_rows(f.drill.hit)])]

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,22 +20,31 @@ from overlord.demo.corpus import Say, Shape, cannot_write, later_mixture, make_c
 from overlord.demo.figures import Figures, compare, lengths_by_source, mixes
 from overlord.demo.pages import report
 from overlord.demo.show import live_view, progress_line, side_by_side, summary
+from overlord.drill.faults import parse_faults
+from overlord.drill.run import Drill, rehearse
+from overlord.drill.show import drill_view
 from overlord.observe.memory import pss_bytes
+from overlord.observe.tables import waiting
 from overlord.observe.watch import Meter, Taken, interruptible, watch
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from overlord.drill.run import Report
     from overlord.job import Job
     from overlord.plan import LoadingPlan
 
 ShowStep = Callable[[Taken, Meter], None]
 COMPUTE_S = 0.12  # what the stand-in for a trainer takes for a first step whose ranks are equal
+FAULTS = "kill:loader-host@6,kill:planner@12,kill:constructor-host@18"
+DRILL_STEPS = 24
 PLAIN_LINES = 8  # progress lines where there is no terminal
 
 
-def run_demo(out: Path, shape: Shape, steps: int, console: Console, command: str, compute_s: float = COMPUTE_S) -> Figures:
-    """The whole demonstration; returns what it measured."""
+def run_demo(
+    out: Path, shape: Shape, steps: int, console: Console, command: str, compute_s: float = COMPUTE_S, faults: str = FAULTS
+) -> Figures:
+    """The whole demonstration; returns what it measured. ``faults``: of the rehearsal behind it; empty: there is none."""
     _make_folder(out)
     with _saying(console) as say:
         made = interruptible(lambda: make_corpus(out, shape, say))
@@ -45,16 +55,28 @@ def run_demo(out: Path, shape: Shape, steps: int, console: Console, command: str
         f"{len(job.sources)} sources {'made' if made else 'found'} in {out / 'corpus'}; {shape.ranks} ranks; job: {out / 'job.yaml'}"
     )
     figures = _measure(job, steps, console, command, compute_s)
+    if faults:
+        figures = replace(figures, drill=_rehearse(job, faults, console))
     _write(out / "report.html", report(figures, yaml).to_html())
     width = min(console.width, 120)
     for part in (side_by_side(figures, width), summary(figures, width)):
         console.print()
         console.print(part, soft_wrap=False)
+    if figures.drill is not None:
+        console.print("\nthe same job in processes, some of them killed:")
+        console.print(drill_view(figures.drill))
     console.print(f"\nreport with plots: {out / 'report.html'}")
     console.print("next:")
     for words in ("inspect {}", "plan {} --step 3 --strategy vanilla", "run {} --steps 20"):
         console.print(f"  {program()} {words.format(shlex.quote(str(out / 'job.yaml')))}", soft_wrap=True)
     return figures
+
+
+def _rehearse(job: Job, faults: str, console: Console) -> Report:
+    """The job again, in processes, with some of them killed."""
+    drill = Drill(job=job, faults=parse_faults(faults), steps=DRILL_STEPS, step_s=0.1, options={"sources_per_host": 2, "hosts": 3})
+    with waiting(console, "steps with faults and without", 2 * DRILL_STEPS) as advance:
+        return rehearse(drill, lambda what, taken: advance(taken + (DRILL_STEPS if what != "undisturbed" else 0)))
 
 
 def program() -> str:

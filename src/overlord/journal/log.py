@@ -219,6 +219,11 @@ class Log:
         return len(going)
 
     @property
+    def shown(self) -> str:
+        """Where it is, for people."""
+        return self._place.shown
+
+    @property
     def segments(self) -> int:
         return len(self._kept)
 

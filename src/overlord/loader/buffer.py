@@ -1,4 +1,4 @@
-"""Shelf: the payload a loader holds ready, in stream order. Popping is a cut from the front, as views."""
+"""Shelf: the payload a loader holds, in stream order. Popping is a cut from the front, as views; what was popped can be kept before it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from overlord.sample import Content
 
 
 class Shelf:
-    """Blocks of samples; the front is popped by plans, the back is filled by the reader."""
+    """Blocks of samples; the front is popped by plans, the back is filled by the reader. With ``keeps`` popped rows stay before the
+    front until they are released, so that the front can go back over them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = False) -> None:
+        self._keeps = keeps
+        self._kept: deque[Content] = deque()  # popped rows, oldest first
         self._blocks: deque[Content] = deque()
         self._taken = 0  # rows already popped from the first block
         self.rows = 0
         self.nbytes = 0
+        self.kept_rows = 0
+        self.kept_bytes = 0
 
     def put(self, block: Content) -> None:
         if len(block):
@@ -37,4 +42,45 @@ class Shelf:
                 self._blocks.popleft()
                 self._taken = 0
                 self.nbytes -= block.nbytes
+        if self._keeps:
+            self._keep(pieces)
         return pieces
+
+    def _keep(self, pieces: list[Content]) -> None:
+        self._kept.extend(pieces)
+        self.kept_rows += sum(map(len, pieces))
+        self.kept_bytes += sum(p.nbytes for p in pieces)
+
+    def release(self, n: int) -> None:
+        """The oldest n kept rows go."""
+        assert n <= self.kept_rows, f"wanted to release {n} rows, {self.kept_rows} are kept"
+        self.kept_rows -= n
+        while n > 0:
+            piece = self._kept.popleft()
+            gone = min(n, len(piece))
+            rest = piece.slice(gone, len(piece))
+            if len(rest):
+                self._kept.appendleft(rest)
+            self.kept_bytes -= piece.nbytes - rest.nbytes
+            n -= gone
+
+    def unpop(self, n: int) -> None:
+        """The front goes back over the last n rows popped."""
+        assert n <= self.kept_rows, f"wanted to go back over {n} rows, {self.kept_rows} are kept"
+        if n and self._taken:  # what is left of the first block becomes a block of its own
+            block = self._blocks.popleft()
+            self._blocks.appendleft(block.slice(self._taken, len(block)))
+            self.nbytes -= block.nbytes - self._blocks[0].nbytes
+            self._taken = 0
+        self.kept_rows -= n
+        self.rows += n
+        while n > 0:
+            piece = self._kept.pop()
+            first = max(0, len(piece) - n)
+            back = piece.slice(first, len(piece))
+            if first:
+                self._kept.append(piece.slice(0, first))
+            self._blocks.appendleft(back)
+            self.nbytes += back.nbytes
+            self.kept_bytes -= back.nbytes
+            n -= len(back)

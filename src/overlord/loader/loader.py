@@ -6,8 +6,10 @@ rows are evaluated no sooner than they are wanted, so that start-up costs what s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from overlord.loader.memory import Memory, Since
 from overlord.loader.order import SourceOrder
 from overlord.messages import Announce, Cursor, Evaluate, Evaluated, Found, Pop, Read, ReadFailed, Refill, WindowRead
 
@@ -27,8 +29,9 @@ class Loader:
         self, number: int, order: SourceOrder, *, epochs: int | None, loader: int = 0, loaders: int = 1,
         cursor: Cursor | None = None, block_rows: int = 32, budget_bytes: int = 2**26, generation: int = 0,
     ):  # fmt: skip
-        cursor = cursor or Cursor()
+        self._opened = cursor = cursor or Cursor()
         self.generation, self._epochs = generation, epochs
+        self.life = generation  # work it asked for is its own as long as it lives, also when it went back since
         self.number, self._order, self._loader, self._loaders = number, order, loader, loaders
         self._block_rows, self._budget = block_rows, budget_bytes
         self._grown = FIRST_BLOCK // 2
@@ -43,7 +46,10 @@ class Loader:
         self._done = False
         self._must = self._level = 0
         self._horizon = cursor.epoch * order.n_groups + cursor.group + GROUPS_AHEAD
-        self.ready = 0  # samples announced and not popped
+        self.ready = 0  # samples announced and not popped; one that follows another may owe some, and is below 0 then
+        self.announced = 0  # samples since it was opened
+        self.memory: Memory | None = None  # what it announced, if it may have to go back
+        self._since: Since | None = None  # where it went back to: what stands before is not announced again
         self.ready_bytes = 0
         self._bytes_per_sample = self._row_s = 0.0
         self._next_group()
@@ -54,6 +60,31 @@ class Loader:
             self.number, self._order, epochs=self._epochs, loader=self._loader, loaders=self._loaders, cursor=cursor,
             block_rows=self._block_rows, budget_bytes=self._budget, generation=generation,
         )  # fmt: skip
+
+    # going back
+
+    def remember(self) -> None:
+        """Keep from now on what it takes to go back."""
+        self.memory = Memory(self._order, self._opened)
+
+    @property
+    def front(self) -> int:
+        """Samples that were popped since it was opened."""
+        return self.announced - self.ready
+
+    def back(self, cursor: Cursor, generation: int) -> list[Command] | None:
+        """Stand where one opened at this cursor would stand, and say what it would have said; work under way goes on. None: it cannot
+        be had from memory, and nothing has changed. ``ready`` then says where the front of its shelf belongs."""
+        since = Since.of(cursor, self._order)
+        if self.memory is None or (found := self.memory.since(since)) is None:
+            return None
+        before, told = found
+        self.generation, self._since = generation, since
+        self.ready = self.announced - before
+        self.ready_bytes = int(self._bytes_per_sample * self.ready)
+        self._must = 0  # of a draw that is no more
+        self._horizon = max(self._horizon, cursor.epoch * self._order.n_groups + cursor.group + GROUPS_AHEAD)
+        return [*(replace(news, generation=generation) for news in told), *self._next_work()]
 
     def handle(self, event: Any, now: float = 0.0) -> list[Command]:
         match event:
@@ -71,7 +102,8 @@ class Loader:
                 return self._evaluated(event) + self._next_work()
             case ReadFailed(error=error):
                 self._busy, self._done = "", True
-                return [Announce(self.number, self._epoch, self._group, self._window, None, error=error, generation=self.generation)]
+                at = (self._epoch, self._group, self._window)
+                return self._say(Announce(self.number, *at, None, error=error, generation=self.generation))
             case _:
                 raise TypeError(f"a loader does not know {type(event).__name__}")
         return self._next_work()
@@ -82,19 +114,20 @@ class Loader:
         self._after = None
         if event.rows:
             return []
-        return [self._announce(Found.nothing(event.dropped) if event.dropped else None)]
+        return self._announce(Found.nothing(event.dropped) if event.dropped else None)
 
     def _evaluated(self, event: Evaluated) -> list[Command]:
         self._busy = ""
         self._rows -= event.rows
         self._row_s = event.seconds / max(1, event.rows)
         self.ready += len(event.found)
+        self.announced += len(event.found)
         self.ready_bytes += event.nbytes
         if len(event.found):
-            self._bytes_per_sample = self.ready_bytes / self.ready
-        return [self._announce(event.found)]
+            self._bytes_per_sample = self.ready_bytes / self.ready if self.ready > len(event.found) else event.nbytes / len(event.found)
+        return self._announce(event.found)
 
-    def _announce(self, found: Any) -> Announce:
+    def _announce(self, found: Any) -> list[Command]:
         closes = self._rows == 0
         last = closes and not self._chunks
         news = Announce(self.number, self._epoch, self._group, self._window, found, closes, last, generation=self.generation)
@@ -103,7 +136,21 @@ class Loader:
             self._window += 1
             if not self._chunks:
                 self._next_group()
-        return news
+        return self._say(news)
+
+    def _say(self, news: Announce) -> list[Command]:
+        """Remembered as it is, told from where it went back to: samples before that are popped already."""
+        if self.memory is not None:
+            self.memory.add(news)
+        if self._since is None:
+            return [news]
+        told = self._since.cut(news)
+        if news.found is not None:
+            self.ready -= len(news.found) - (0 if told is None or told.found is None else len(told.found))
+            self.ready_bytes = int(self._bytes_per_sample * self.ready)
+        if (news.epoch, news.group, news.window) > self._since.cursor[:3]:
+            self._since = None
+        return [] if told is None else [told]
 
     def _next_group(self) -> None:
         """Move to the next group; one without own chunks is announced as over when its turn comes."""
@@ -122,13 +169,13 @@ class Loader:
             if self._rows:
                 self._busy = f"turning rows of window {self._window} into samples"
                 rows = min(self._rows, self._block())
-                commands.append(Evaluate(self.number, rows, self.ready < self._must, self.generation))
+                commands.append(Evaluate(self.number, rows, self.ready < self._must, self.life))
             elif self._chunks:
                 self._busy = f"reading window {self._window} of group {self._group}, epoch {self._epoch}"
                 at, urgent = (self._epoch, self._group, self._window), self.ready < self._must
-                commands.append(Read(self.number, *at, self._chunks, self._after, urgent, self.generation))
+                commands.append(Read(self.number, *at, self._chunks, self._after, urgent, self.life))
             else:
-                commands.append(self._announce(None))
+                commands += self._announce(None)
         return commands
 
     def _wanted(self) -> bool:
@@ -167,5 +214,5 @@ class Loader:
         return {"epoch": self._epoch, "group": self._group, "window": self._window, "ready": self.ready, "doing": self.doing}
 
     def check(self) -> None:
-        assert self.ready >= 0, self.state()
+        assert self.ready >= 0 or self.memory is not None, self.state()
         assert self._rows >= 0, self.state()

@@ -5,6 +5,7 @@ One piece of work at a time per reader (the core sees to that), so there are no 
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from overlord.errors import OverlordError, SourceError, TransformError
+from overlord.errors import OverlordError, SourceError, StorageError, TransformError
 from overlord.loader.order import SourceOrder
 from overlord.messages import Cursor, Evaluate, Evaluated, Found, Read, WindowRead
 from overlord.sample import Content, Ragged, join_rows, take_rows
@@ -80,16 +81,49 @@ class SourceReader:
     stages: Stages
     stats: ReaderStats = field(default_factory=ReaderStats)
     _window: _Window | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _ticket: object = None  # of the read under way; another one: it was given up, and its answer comes too late
+
+    # what a host asks while a read is under way, from other threads
+
+    @property
+    def waits(self) -> SourceReader | None:
+        """This reader if its reads may wait for storage; else None."""
+        return self if getattr(self.chunks, "waits", False) else None
+
+    @property
+    def many(self) -> bool:
+        """Whether they wait for answers rather than for a core."""
+        return bool(getattr(self.chunks, "many", False))
+
+    @property
+    def doing(self) -> str:
+        """What it waits for, in words, once that takes long."""
+        words: str = getattr(self.chunks, "doing", str)()
+        return words
+
+    def overdue(self) -> Exception | None:
+        """An error if the read under way has hung for so long that it is given up; what it may still find is dropped."""
+        error: Exception | None = getattr(self.chunks, "stalled", lambda: None)()
+        if error is not None:
+            with self._lock:
+                self._ticket = None
+        return error
 
     def read(self, command: Read) -> WindowRead:
         start = time.perf_counter()
+        with self._lock:
+            ticket = self._ticket = object()
         try:
             window, over = self._open(command)
         except (OverlordError, MemoryError):
             raise
         except Exception as error:  # a reader's surprise must name its source, or nobody finds it
             raise SourceError(self.order.name, f"reading failed: {type(error).__name__}: {error}") from error
-        self._window = window
+        with self._lock:
+            if self._ticket is not ticket:
+                raise StorageError(self.order.name, "a read that was given up has ended")
+            self._window = window
         self.stats.raw_bytes = sum(t.nbytes for t in window.tables)
         self.stats.windows += 1
         self.stats.rows += len(window.key)

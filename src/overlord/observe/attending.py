@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import overlord as ov
 from overlord.errors import JobError, OverlordError
-from overlord.observe.running import PLAIN_EVERY_S, save_state
+from overlord.observe.running import PLAIN_EVERY_S, save_state, say_resumed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +32,7 @@ class Serve:
     host: str = "127.0.0.1"
     port: int = 0
     token: str | None = None
-    resume: dict[str, Any] | None = None
+    resume: dict[str, Any] | str | None = None
     save: Path | None = None
     allow: tuple[str, ...] = ()
     runtime: str = "local"
@@ -44,6 +44,7 @@ def serve_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
     if wanted.save is not None and not wanted.save.absolute().parent.is_dir():  # before the run, not after it
         raise JobError([f"cannot be written: {wanted.save.absolute().parent} is no folder"], str(wanted.save))
     with ov.launch(wanted.job, runtime=wanted.runtime, resume=wanted.resume, allow=wanted.allow) as session:
+        say_resumed(session, err)
         try:
             served = session.serve(host=wanted.host, port=wanted.port, token=wanted.token)
             # One who gave the token has it; it need not stand in a log.

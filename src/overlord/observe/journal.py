@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.errors import JournalError
+from overlord.errors import JournalError, OverlordError
 from overlord.journal.chain import Part, Reading
 from overlord.journal.record import BYTES, Record
 from overlord.journal.report import Report
+from overlord.recovery.checkpoint import ACKED, BACK, EVENT, JOB, KINDS, PLAN, REPORT, REWIND, SNAPSHOT, Entry, samples_of
 from overlord.sample import Ragged
 
 if TYPE_CHECKING:
@@ -23,9 +24,15 @@ DEEP, MANY, LONG = 4, 12, 60  # levels, items of a list and letters of a text th
 
 def as_json(report: Report, reading: Reading, last: int | None) -> str:
     """One document, for programs."""
-    whole = {f.name: getattr(report, f.name) for f in fields(report)}
+    whole, words = {f.name: getattr(report, f.name) for f in fields(report)}, _words(reading)
     listed = [
-        {"segment": part.name, "byte": placed.start, **_line(placed.record), "body": outline(_body(placed.record))}
+        {
+            "segment": part.name,
+            "byte": placed.start,
+            **_line(placed.record),
+            "said": words.get(id(placed.record), ""),
+            "body": outline(_body(placed.record)),
+        }
         for part, placed in _shown(reading, last)
     ]
     return json.dumps({**whole, "list": listed}, indent=1, default=str)
@@ -38,9 +45,16 @@ def journal_view(report: Report, reading: Reading, last: int | None, width: int)
 
     from overlord.observe.tables import grid, size
 
-    shown = list(_shown(reading, last))
+    shown, words = list(_shown(reading, last)), _words(reading)
     rows = [
-        [str(r.number), r.kind, size(len(r.data)), part.name.removesuffix(".ovj").lstrip("0") or "0", str(placed.start), _said(r, width)]
+        [
+            str(r.number),
+            r.kind,
+            size(len(r.data)),
+            part.name.removesuffix(".ovj").lstrip("0") or "0",
+            str(placed.start),
+            _said(r, words.get(id(r), ""), width),
+        ]
         for part, placed in shown
         for r in [placed.record]
     ]
@@ -60,12 +74,76 @@ def _shown(reading: Reading, last: int | None) -> list[tuple[Part, Any]]:
     return found if last is None else found[len(found) - min(last, len(found)) :]
 
 
+def _words(reading: Reading) -> dict[int, str]:
+    """What a job wrote, in words, by the record; nothing for records that mean nothing to a job."""
+    names: tuple[str, ...] = ()
+    found = {}
+    for part in reading.parts:
+        for placed in part.records if not part.void else ():
+            record = placed.record
+            if record.kind not in KINDS or not isinstance(body := _body(record), Mapping):
+                continue
+            try:
+                if record.kind == JOB:
+                    names = tuple(map(str, body["names"]))
+                found[id(record)] = in_words(Entry(record.kind, record.number, dict(body)), names)
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+                continue
+    return found
+
+
+def in_words(entry: Entry, names: tuple[str, ...]) -> str:
+    """One record of a job."""
+    body, step = entry.body, entry.number
+    if entry.kind == PLAN:
+        given = samples_of(body).tolist()
+        each = ", ".join(f"{_name(names, i)} {n}" for i, n in enumerate(given) if n)
+        skipped = ", skipped" if body["skipped"] else ""
+        return f"{sum(given)} samples{skipped}, digest {body['digest'][:12]}, all took {_upto(body['acked'])}: {each}"
+    if entry.kind in (SNAPSHOT, REWIND):
+        anew = "begins anew: " if entry.kind == REWIND else ""
+        return f"{anew}the state before step {step}, of {body['sources']} sources; all took {_upto(body['acked'])}"
+    if entry.kind == EVENT:
+        return ", ".join(f"{key} {value}" for key, value in body.items())
+    if entry.kind == REPORT:
+        return f"rank {body['rank']}: " + ", ".join(f"{name} {value:g}" for name, value in body["metrics"].items())
+    if entry.kind == ACKED:
+        return f"all took {_upto(step)}"
+    if entry.kind == BACK:
+        return f"back behind step {step}: {body['reason']}"
+    return f"{len(body['names'])} sources: {', '.join(body['names'])}; {body['place']}"
+
+
+def _upto(step: int) -> str:
+    return f"step {step}" if step >= 0 else "none"
+
+
+def _name(names: tuple[str, ...], i: int) -> str:
+    return names[i] if i < len(names) else f"source {i}"
+
+
+def fold_faults(reading: Reading) -> tuple[str, ...]:
+    """Whether what a job wrote can be gone on from: steps in order, and every snapshot what the plans before it give."""
+    if reading.faults or not any(record.kind == JOB for record in reading.records):
+        return ()
+    from overlord.recovery.replay import Recovered
+    from overlord.runtime.journalling import entries
+
+    try:
+        found = Recovered.of(entries(reading.records), checking=True)
+        if not found.empty:
+            found.state(found.acked)
+    except OverlordError as error:
+        return (str(error),)
+    return ()
+
+
 def _line(record: Record) -> dict[str, Any]:
     return {"number": record.number, "kind": record.kind, "bytes": len(record.data)}
 
 
-def _said(record: Record, width: int) -> str:
-    text = json.dumps(outline(_body(record)), default=str)
+def _said(record: Record, words: str, width: int) -> str:
+    text = words or json.dumps(outline(_body(record)), default=str)
     room = max(20, width - 60)
     return text if len(text) <= room else text[: room - 3] + "..."
 

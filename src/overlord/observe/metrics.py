@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from overlord.observe.memory import pss_bytes
-from overlord.planner.planner import Planner
 from overlord.planner.spec import Mixed
 
+if TYPE_CHECKING:
+    from overlord.planner.planner import Planner
+    from overlord.runtime.planneractor import Counted
 
-def job_metrics(planner: Planner, figures: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+
+def job_metrics(planner: Planner | Counted, figures: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Steps, samples and tokens, what each source gave, the mix of the last steps, reports, memory."""
     totals = planner.ledger
     return {
@@ -24,14 +27,19 @@ def job_metrics(planner: Planner, figures: Mapping[str, Any], names: Sequence[st
         "mix": mix_by_step(totals.mixed, names),
         "feedback": planner.feedback,
         # Of all processes of the job: pages they share are counted once, in equal parts.
-        "memory": {**figures["memory"], "pss": pss_bytes() + sum(host["pss"] for host in figures["hosts"])},
+        "memory": {**figures["memory"], "pss": pss_bytes() + sum(part["pss"] for part in [*figures["hosts"], *_apart(figures)])},
     }
 
 
-def _by_source(planner: Planner, figures: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _apart(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The planner, where it has a process of its own."""
+    return [figures["planner"]] if "planner" in figures else []
+
+
+def _by_source(planner: Planner | Counted, figures: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
     totals, dropped = planner.ledger, planner.dropped
     drawn = max(1, int(totals.samples.sum()))
-    weights = planner.weights or [0.0] * len(names)
+    weights = list(planner.weights) or [0.0] * len(names)
     stats: dict[str, dict[str, Any]] = {
         name: {
             "wanted": w / (sum(weights) or 1.0), "realised": int(totals.samples[i]) / drawn, "samples": int(totals.samples[i]),
@@ -44,7 +52,7 @@ def _by_source(planner: Planner, figures: Mapping[str, Any], names: Sequence[str
         s = stats[row["source"]]
         for what in ("read_s", "transform_s", "ready", "ready_bytes"):
             s[what] += row[what]
-        for what in ("store", "images"):
+        for what in ("store", "storage", "images"):
             if row.get(what) is not None:
                 s[what] = added_up([s.get(what, {}), row[what]])
     return stats
@@ -72,7 +80,7 @@ def mix_by_step(mixed: Iterable[Mixed], names: Sequence[str]) -> dict[str, Any]:
 def actors(figures: Mapping[str, Any], clients: Mapping[int, Any]) -> list[dict[str, Any]]:
     """Every part of the job, where it lives and what it does; None is a process that this machine does not know."""
     here = os.getpid()
-    found = [_actor("planner", "planner", here, "planning")]
+    found = [_actor("planner", "planner", p["pid"], p["state"]) for p in _apart(figures) or [{"pid": here, "state": "planning"}]]
     found += [_actor(host["name"], "host", host["pid"], host["state"]) for host in figures["hosts"]]
     found += [_actor(loader_name(row), "loader", row["pid"], row["doing"]) for row in figures["loaders"]]
     found += [_actor(_constructor_name(row), "constructor", row["pid"], row["doing"]) for row in figures["constructors"]]

@@ -35,7 +35,7 @@ class Run:
     job: Job
     steps: int | None = None
     rank: int | None = None
-    resume: dict[str, Any] | None = None
+    resume: dict[str, Any] | str | None = None
     save: Path | None = None
     allow: tuple[str, ...] = ()
     digest: bool = False
@@ -59,6 +59,7 @@ def run_job(run: Run, console: Console, err: Console) -> Meter:
         raise JobError([f"cannot be written: {run.save.absolute().parent} is no folder"], str(run.save))
     meter, chain = Meter(), ""
     with ov.launch(run.job, runtime=run.runtime, resume=run.resume, allow=run.allow) as session:
+        say_resumed(session, err)
         ranks = range(run.job.place.world_size) if run.rank is None else [run.rank]
         try:
             with _showing(err, run.steps) as show:
@@ -88,6 +89,16 @@ def step_digest(taken: Taken) -> str:
         for microbatch in step:
             parts += [item for name in sorted(microbatch) for item in (name, microbatch[name])]
     return digest(*parts)
+
+
+def resume_from(given: Path) -> dict[str, Any] | str:
+    """A state, or "auto": a file of that name is ./auto."""
+    return "auto" if str(given) == "auto" else read_state(given)
+
+
+def say_resumed(session: Session, err: Console) -> None:
+    if session.resumed is not None:
+        err.print(f"goes on with step {session.resumed.step}: {session.resumed.why}", soft_wrap=True)
 
 
 def read_state(path: Path) -> dict[str, Any]:

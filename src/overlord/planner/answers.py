@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from overlord.messages import Finish, Report, StreamState
-from overlord.planner.ahead import Reserve
+from overlord.errors import PlanError
+from overlord.messages import Cursor, Finish, Refill, Report, StreamState
+from overlord.planner.ahead import Extended, Reserve
+from overlord.planner.demand import Demand
 from overlord.planner.gather import Joined, gather
 from overlord.planner.mixture import Mixture
 from overlord.planner.spec import Ledger, PlannerSpec
@@ -22,9 +24,13 @@ class Answers:
 
     spec: PlannerSpec
     ledger: Ledger
+    floor: int
     _begun: int
     _consumed: dict[int, int]
     _finished: Finish | None
+    _demand: Demand
+    _ended: Finish | None
+    _generations: list[int]
     _mixture: Mixture
     _outstanding: list[int]
     _reserve: Reserve | None
@@ -36,6 +42,12 @@ class Answers:
     def _open(self, i: int) -> int:
         """Samples of a source that are pulled and not drawn."""
         return 0 if self._reserve is None else self._reserve.open(i)
+
+    def _fronts(self) -> Sequence[Extended | SourceStream]:
+        return self._streams if self._reserve is None else [Extended(s, self._reserve.open(i)) for i, s in enumerate(self._streams)]
+
+    def _satisfied(self) -> bool:
+        return all(self._streams[i].ready >= n or self._streams[i].ended or self._streams[i].error for i, n in self._waiting.items())
 
     def _gather(self, pieces: Joined, order: np.ndarray, substep: np.ndarray | None) -> Buffer:
         return gather(pieces, order, substep, spec=self.spec, state=self._state, weights=self._weights)
@@ -68,9 +80,37 @@ class Answers:
         return self._finished
 
     @property
+    def ended(self) -> Finish | None:
+        """The same; also while steps before it are planned again."""
+        return self._finished or self._ended
+
+    @property
+    def holds_over(self) -> bool:
+        """Whether loaders may hold payload across steps."""
+        return self._reserve is not None
+
+    @property
     def open_step(self) -> int:
         """The first step that an event can still change."""
-        return self._state.step + (self._begun == self._state.step)
+        return max(self._state.step + (self._begun == self._state.step), self.floor)
+
+    def opening(self, loader: int) -> tuple[Cursor, int, Refill]:
+        """Where the plans stand in a loader's source, its generation, and what the loader was told: for one that is to follow it."""
+        source = self._demand.source_of[loader]
+        return Cursor(*self._state.cursors[source].tolist()), self._generations[source], self._demand.told(loader)
+
+    def took(self, rank: int) -> int:
+        """The last step that a rank has taken."""
+        return self._consumed.get(rank, -1)
+
+    def refuse_planned(self, step: int) -> None:
+        if step < self.open_step:
+            raise PlanError(f"step {step} is planned already", remedy=f"the first step that can still change is {self.open_step}")
+
+    @property
+    def taken(self) -> int | None:
+        """The last step that every rank has taken; None: nobody takes part."""
+        return min(self._consumed.values(), default=None)
 
     @property
     def weights(self) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -36,6 +36,8 @@ class Cutter:
         self._constructor_of = np.asarray(constructor_of, np.int64)  # of every data-parallel group
         self._whole, self._hooks, self._images = whole_plans, loader_hooks, images
         self._held_by = np.zeros(0, np.int64)  # loader of every held document
+        self.generation = 0  # under which steps are planned
+        self._shadow_of: dict[int, int] = {}  # loader -> the host where another follows it
 
     def add_loaders(self, hosts: Iterable[int]) -> None:
         """Loaders behind all others."""
@@ -45,14 +47,30 @@ class Cutter:
         assert loader not in self._held_by, "held payload does not move with a loader: forget it first"
         self._host_of[loader] = host
 
+    def go_back(self, generation: int) -> None:
+        """Steps are planned again: nothing is held."""
+        self.generation, self._held_by = generation, np.zeros(0, np.int64)
+
+    def follow(self, shadows: Mapping[int, int]) -> None:
+        """These loaders are followed on these hosts: what they pop is popped there too."""
+        self._shadow_of = dict(shadows)
+
+    def shadow(self, loader: int) -> int | None:
+        return self._shadow_of.get(loader)
+
     def forget(self, loaders: Iterable[int]) -> None:
         self._held_by = self._held_by[~np.isin(self._held_by, list(loaders))]
 
     def host(self, loader: int) -> int:
         return int(self._host_of[loader])
 
-    def cut(self, stage: Stage, after: Sealed, served: np.ndarray) -> Cuts:
-        """``served[g]``: somebody of data-parallel group g waits; documents for the others go nowhere."""
+    def hosts(self) -> np.ndarray:
+        """Of every loader, as it is now."""
+        return self._host_of.copy()
+
+    def cut(self, stage: Stage, after: Sealed, served: np.ndarray, acked: int = -1) -> Cuts:
+        """``served[g]``: somebody of data-parallel group g waits; documents for the others go nowhere. ``acked``: the last step that
+        every rank has taken."""
         by = np.concatenate([self._held_by, np.repeat(np.arange(len(stage.pops)), stage.pops)])
         host = self._host_of[by]
         number = _numbers(host)
@@ -80,8 +98,8 @@ class Cutter:
             if pictures is not None:
                 cut = replace(cut, encoding=pictures.send(c, np.flatnonzero(goes_to == c)))
                 origins = sorted({*origins, *(h for h, to in pictures.sends.items() if c in to)})
-            placed[c] = Placed(cut, tuple(origins))
-        return Cuts(self._parts(stage, host, number, sends, pictures), placed)
+            placed[c] = Placed(cut, tuple(origins), self.generation)
+        return Cuts(self._parts(stage, host, number, sends, pictures, acked), placed)
 
     def _stage_for(self, stage: Stage, rows: np.ndarray, doc: np.ndarray, buckets: np.ndarray, after: Sealed) -> Stage:
         nothing = np.zeros(0, np.int64)
@@ -95,8 +113,9 @@ class Cutter:
         )
 
     def _parts(
-        self, stage: Stage, host: np.ndarray, number: np.ndarray, sends: dict[int, dict[int, np.ndarray]], pictures: _Pictures | None
-    ) -> dict[int, Part]:
+        self, stage: Stage, host: np.ndarray, number: np.ndarray, sends: dict[int, dict[int, np.ndarray]], pictures: _Pictures | None,
+        acked: int,
+    ) -> dict[int, Part]:  # fmt: skip
         popped = np.flatnonzero(stage.pops)
         for h, items in pictures.sends.items() if pictures is not None else ():
             sends[h] = {c: sends.get(h, {}).get(c, NONE) for c in sorted({*sends.get(h, {}), *items})}
@@ -110,7 +129,7 @@ class Cutter:
             to = sends.get(h, {})
             kept = None if stage.kept is None or kept_by is None else number[stage.kept[kept_by == h]]
             all_of_it = stage.kept is None and not self._hooks and len(to) == 1 and len(next(iter(to.values()))) == int((host == h).sum())
-            part = Part(stage.plan.step, mine, stage.pops[mine], tuple(to), kept=kept)
+            part = Part(stage.plan.step, mine, stage.pops[mine], tuple(to), kept=kept, generation=self.generation, acked=acked)
             if pictures is not None:
                 all_of_it = all_of_it and pictures.sends_all(h)
                 part = part if all_of_it else replace(part, items=pictures.for_hosts(h, tuple(to)))
@@ -119,7 +138,18 @@ class Cutter:
             elif not all_of_it:
                 part = replace(part, take=tuple(number[stage.doc[rows]] for rows in to.values()))
             parts[h] = part
+        for h, followed in self._followed(popped).items():
+            part = parts.get(h) or Part(stage.plan.step, NONE, NONE, (), generation=self.generation, acked=acked)
+            loaders = np.sort(np.concatenate([part.loaders, followed]))
+            parts[h] = replace(part, loaders=loaders, pops=stage.pops[loaders])
         return parts
+
+    def _followed(self, popped: np.ndarray) -> dict[int, list[int]]:
+        hosts: dict[int, list[int]] = {}
+        for loader in popped.tolist() if self._shadow_of else ():
+            if (h := self._shadow_of.get(loader)) is not None:
+                hosts.setdefault(h, []).append(loader)
+        return hosts
 
     def _hooked(self, part: Part, stage: Stage, host: np.ndarray, number: np.ndarray, h: int, to: dict[int, np.ndarray]) -> Part:
         """A loader hook is shown all that a step takes from a source, in the order of the draw."""
@@ -194,7 +224,7 @@ def spread(cuts: Cuts, ranks: Sequence[Sequence[int]], served: Collection[int] =
         return replace(part, to=tuple(rank for b in part.to for rank in fetch[b]), take=take)
 
     def heard(p: Placed) -> Placed:
-        return Placed(replace(p.stage, doc=np.full_like(p.stage.doc, -1)), ())
+        return replace(p, stage=replace(p.stage, doc=np.full_like(p.stage.doc, -1)), origins=())
 
     placed = {rank: heard(p) if rank in served else p for b, p in cuts.placed.items() for rank in ranks[b]}
     return Cuts({h: to_ranks(part) for h, part in cuts.parts.items()}, placed)

@@ -84,6 +84,11 @@ class Demand:
                 commands += [Refill(loader, 0, self._share(i)) for loader in self.of(i)]
         return commands
 
+    def told(self, loader: int) -> Refill:
+        """What a loader was told, for one that is to follow it."""
+        source = self.source_of[loader]
+        return Refill(loader, 0, self._share(source), self._horizon[source])
+
     def of(self, i: int) -> range:
         return range(int(self.first[i]), int(self.first[i + 1]))
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from overlord.messages import AddSource, Cursor, Report, SetMixture, Skip, StreamState
+from overlord.messages import AddSource, Cursor, Report, SetMixture, Skip, SourceLost, StreamState
 
-Event = SetMixture | Skip | AddSource
+Event = SetMixture | Skip | AddSource | SourceLost
 
 
 def last_step(event: Event) -> int:
@@ -29,13 +29,18 @@ def still_in_force(events: Sequence[Event], step: int, mix_step: int, lag: int =
     Under ``mix_every="epoch"`` the mixture in force is that of ``mix_step``, and a later one waits for the next epoch. A skip
     is remembered for ``lag`` steps more: feedback from before it is not used.
     """
-    coming = (e for e in events if not isinstance(e, AddSource) and last_step(e) + (lag if isinstance(e, Skip) else 0) > step)
-    return (*joined(events), *latest(events, -1, mix_step), *latest(events, mix_step, step), *coming)
+    coming = (e for e in events if not isinstance(e, (AddSource, SourceLost)) and last_step(e) + (lag if isinstance(e, Skip) else 0) > step)
+    return (*joined(events), *lost(events), *latest(events, -1, mix_step), *latest(events, mix_step, step), *coming)
 
 
 def joined(events: Sequence[Event]) -> tuple[AddSource, ...]:
     """Sources that were added, in their order. Kept for ever: the job lists them too, but not since when."""
     return tuple(e for e in events if isinstance(e, AddSource))
+
+
+def lost(events: Sequence[Event]) -> tuple[SourceLost, ...]:
+    """Sources that were given up. Kept for ever, with their reasons: that they are not drawn from does not say why."""
+    return tuple(e for e in events if isinstance(e, SourceLost))
 
 
 def present(names: Sequence[str], events: Sequence[Event], step: int) -> tuple[str, ...]:
@@ -91,15 +96,16 @@ class Log:
             self._reports = {key: r for key, r in self._reports.items() if r.step >= first - self._lag}
             self._many = 64 + 2 * len(self._reports)
 
-    def completed(self, state: StreamState, names: Sequence[str]) -> StreamState:
-        """A state of the sources of these names with all that was said since its step was planned."""
+    def completed(self, state: StreamState, names: Sequence[str], *, ahead: bool = False) -> StreamState:
+        """A state of the sources of these names with all that was said since its step was planned. ``ahead``: also what was reported of
+        steps behind it, for trainers that stand where they are and say nothing twice."""
         late, held = list[Event](), list(state.events)
         for e in self._events:  # what was said twice is there twice; a state that came from another process has copies
             if e in held:
                 held.remove(e)
             elif last_step(e) >= state.step:
                 late.append(e)
-        since = {key: r for key, r in self._reports.items() if state.step - self._lag <= r.step < state.step}
+        since = {key: r for key, r in self._reports.items() if state.step - self._lag <= r.step and (ahead or r.step < state.step)}
         reports: Iterable[Report] = state.reports
         if since:
             known: Mapping[tuple[int, int], Report] = {(r.step, r.rank): r for r in state.reports} | since

@@ -89,8 +89,8 @@ def _joined(name: str, ranks: list[Mapping[str, float]]) -> float:
 class Feedback:
     """Reports on their way to the plans that use them."""
 
-    def __init__(self, lag: int, takes: bool, reports: Iterable[Report] = ()):
-        self._lag, self.takes = lag, takes
+    def __init__(self, lag: int, takes: bool, reports: Iterable[Report] = (), floor: int = 0):
+        self._lag, self.takes, self._floor = lag, takes, floor
         self._steps: dict[int, dict[int, Report]] = {}
         self._counts: Counter[str] = Counter()
         for report in reports if takes else ():
@@ -114,11 +114,15 @@ class Feedback:
         as they happen to be fast.
         """
         reports = self._steps.pop(step - self._lag, {})
+        if step >= self._floor:  # else it is counted already
+            self._counts["late" if skipped else "used"] += len(reports)
         if skipped:
-            self._counts["late"] += len(reports)
             return {}
-        self._counts["used"] += len(reports)
         return reduced(reports[rank] for rank in sorted(reports))
+
+    def adopt(self, before: Feedback) -> None:
+        """Count on where another left off."""
+        self._counts = Counter(before._counts)
 
     def pending(self) -> tuple[Report, ...]:
         return tuple(self._steps[step][rank] for step in sorted(self._steps) for rank in sorted(self._steps[step]))

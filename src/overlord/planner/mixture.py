@@ -25,17 +25,19 @@ Schedule = Callable[[int, Mapping[str, float]], Weights]
 class Mixture:
     """Weights for one step after another. It owns its schedule: nobody else may call it."""
 
-    def __init__(self, schedule: Schedule | Mapping[str, float], *, every: str, lag: int, takes_feedback: bool, state: StreamState):
+    def __init__(
+        self, schedule: Schedule | Mapping[str, float], *, every: str, lag: int, takes_feedback: bool, state: StreamState, floor: int = 0
+    ):
         self._schedule, self._every = schedule, every
         self._fixed = isinstance(schedule, Mapping)
         self._stateful = not self._fixed and has_state(schedule)
         if self._stateful and state.schedule is not None:
             schedule.load_state_dict(state.schedule)  # type: ignore[union-attr]
         self._lag = lag if takes_feedback else 0
-        self._asked = state.step - 1  # the last step the schedule was asked for
+        self._asked, self._floor = state.step - 1, floor  # the last step the schedule was asked for; the first it never was
         self._said: Weights = ()
         self._known: tuple[Any, tuple[str, ...], list[float]] | None = None  # weights that fixed numbers gave, kept: they seldom change
-        self.feedback = Feedback(lag, takes_feedback, state.reports)
+        self.feedback = Feedback(lag, takes_feedback, state.reports, floor)
         self.weights: list[float] = list(state.weights)
 
     @property
@@ -44,10 +46,10 @@ class Mixture:
         return self._lag
 
     def report(self, report: Report) -> None:
-        self.feedback.add(report, self._asked)
+        self.feedback.add(report, max(self._asked, self._floor - 1))
 
     def in_time(self, report: Report) -> bool:
-        return self.feedback.in_time(report, self._asked)
+        return self.feedback.in_time(report, max(self._asked, self._floor - 1))
 
     def at(self, state: StreamState, own: Mapping[str, float]) -> StreamState:
         """Bring the weights up to date for the state's step. ``own``: every source's own weight, in source order."""

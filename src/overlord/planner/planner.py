@@ -29,36 +29,39 @@ from overlord.messages import (
     Report,
     SetMixture,
     Skip,
+    SourceLost,
     Spoiled,
     Stage,
     StreamState,
 )  # fmt: skip
 from overlord.plan import LoadingPlan
-from overlord.planner.ahead import Extended, Reserve
-from overlord.planner.answers import Answers
+from overlord.planner.ahead import Reserve
 from overlord.planner.choose import check_choice, checked_scores, counts_of, rows_of
 from overlord.planner.demand import Demand
 from overlord.planner.draw import Drawer, Drawn, Short, owed_behind, step_positions
 from overlord.planner.encoding import check_images
 from overlord.planner.events import joined, said_of_all, skipped, still_in_force, widened
 from overlord.planner.gather import Joined, check_plan, check_samples
+from overlord.planner.leaving import Leaving
 from overlord.planner.mixture import Mixture, nothing_to_draw
 from overlord.planner.spec import Ledger, NewSource, PlannerSpec, SourceSpec, initial_state
 from overlord.planner.stream import Piece, SourceStream
 
-Command = Refill | Stage | Finish | Forget | Open
+Command = Refill | Stage | Finish | Forget | Open | SourceLost
 
 
-class Planner(Answers):
+class Planner(Leaving):
     """``handle(event) -> commands``. One per job."""
 
-    def __init__(self, spec: PlannerSpec, state: StreamState | None = None):
-        self.spec = spec
+    def __init__(self, spec: PlannerSpec, state: StreamState | None = None, *, generation: int = 0, floor: int = 0):
+        """``generation``: of all loaders at first. ``floor``: the first step that was never planned; those before it are planned again, and
+        closed to all that is said now, or they would not come out the same."""
+        self.spec, self.generation, self.floor = spec, generation, floor
         state = state or initial_state(spec)
         self._state = state
         self._streams = [_stream(s, Cursor(*c)) for s, c in zip(spec.sources, state.cursors.tolist(), strict=True)]
         self._demand = Demand([s.loaders for s in spec.sources], spec.read_ahead)
-        self._generations = [0] * len(spec.sources)  # of each source's loaders: how often it was opened again
+        self._generations = [generation] * len(spec.sources)  # of each source's loaders: one more whenever it is opened again
         draws = spec.batch.microbatches if spec.mix_every == "microbatch" else 1
         self._drawer = Drawer(
             samples=spec.batch.samples, tokens=spec.batch.tokens, draws=draws, random=spec.draw == "random",
@@ -70,12 +73,25 @@ class Planner(Answers):
         self._reserve = Reserve(len(spec.sources)) if spec.leaves_holes or any(map(len, state.ahead)) else None
         self._replay = {i: ages for i, ages in enumerate(state.ahead) if len(ages)}  # pulled before the state was saved
         self._finished: Finish | None = None
+        self._stop: Finish | None = None  # of one who cannot go on behind it
+        self._ended: Finish | None = None  # found by the planner before this one, which nothing that is said since may move
+        self._unbegun = None
         self._begun = -1  # a step whose weights were charged to the accounts already: a draw gave nothing, the next one waits
         self._mixture = Mixture(
-            spec.schedule, every=spec.mix_every, lag=spec.feedback_lag, takes_feedback=spec.takes_feedback, state=state
+            spec.schedule, every=spec.mix_every, lag=spec.feedback_lag, takes_feedback=spec.takes_feedback, state=state,
+            floor=floor,
         )  # fmt: skip
         self._weights: list[float] = self._mixture.weights
         self.ledger = Ledger(state, len(spec.sources))
+
+    def adopt(self, before: Planner) -> list[Command]:
+        """Take the place of a planner that was further on, from a state it passed: who takes part and how far they are, what is listed and
+        counted, and where it ended. ``handle`` then gives what it gave, step by step; what it listed since is listed again."""
+        self._stop, self._ended = before._stop, before._finished or before._ended
+        self.ledger.adopt(before.ledger)
+        self._mixture.feedback.adopt(before._mixture.feedback)
+        self._consumed = {rank: max(step, self._state.step - 1) for rank, step in before._consumed.items()}
+        return self._plan_ahead()
 
     # events
 
@@ -103,13 +119,13 @@ class Planner(Answers):
             case Finish(step=step):  # a constructor cannot build this step: no later one is planned
                 if self._finished is not None and self._finished.step <= step:
                     return []
-                self._finished = event
-                self._waiting = {}
-                return [event]
+                return self._end_here(event)
             case SetMixture() | Skip():
                 self._add_event(event)
             case NewSource():
                 self._add_source(event)
+            case SourceLost():
+                self._lose(event)
             case Reopen(source=source):
                 return self._reopen(source)
             case Report():
@@ -130,26 +146,24 @@ class Planner(Answers):
             if names := nothing_to_draw(event.weights, self._state.events, event.at):
                 raise PlanError(f"all that the mixture weighs, {', '.join(names)}, joins later", event.at, "name a later step")
             event = said_of_all(event, self.spec.names)
-        self._state = replace(self._state, events=(*self._state.events, event))
-
-    def refuse_planned(self, step: int) -> None:
-        if step < self.open_step:
-            raise PlanError(f"step {step} is planned already", remedy=f"the first step that can still change is {self.open_step}")
+        if self._ended is None:
+            self._state = replace(self._state, events=(*self._state.events, event))
 
     def _add_source(self, new: NewSource) -> None:
         """One more source, behind all others: their numbers, cursors and accounts stay as they are."""
         at, state = new.event.at, self._state
-        if self._finished:
-            raise PlanError(f"the job ends before step {self._finished.step}", remedy="there is no step left for a source to join")
+        if ended := self.ended:
+            raise PlanError(f"the job ends before step {ended.step}", remedy="there is no step left for a source to join")
         self.refuse_planned(at)
         if new.source.name in self.spec.names:
             raise PlanError(f"there is a source {new.source.name!r} already")
         self.spec = replace(self.spec, sources=(*self.spec.sources, new.source))
         n = len(self.spec.sources)
-        self._state = widened(replace(state, events=(*joined(state.events), new.event, *_others(state.events))), n)
+        others = (e for e in state.events if not isinstance(e, AddSource))
+        self._state = widened(replace(state, events=(*joined(state.events), new.event, *others)), n)
         self._streams.append(_stream(new.source, Cursor()))
         self._demand.grow(new.source.loaders)
-        self._generations.append(0)
+        self._generations.append(0)  # its loaders were opened before anyone knew when it joins
         if self._reserve is not None:
             self._reserve.grow()
         self._mixture.widen(n)
@@ -178,9 +192,6 @@ class Planner(Answers):
 
     # planning
 
-    def _satisfied(self) -> bool:
-        return all(self._streams[i].ready >= n or self._streams[i].ended or self._streams[i].error for i, n in self._waiting.items())
-
     def _plan_ahead(self) -> list[Command]:
         commands: list[Command] = []
         while self._window_is_open():
@@ -207,7 +218,11 @@ class Planner(Answers):
         return len(self._outstanding) < self.spec.prefetch
 
     def _plan_step(self) -> list[Command]:
+        if forget := self._leave_lost():
+            return [*forget]
         state, spec = self._state, self.spec
+        if self._stop is not None and state.step >= self._stop.step:
+            return self._end_here(self._stop)
         if state.step == spec.until or (spec.until == "first" and not all(state.active)):
             return self._finish(None)
         if self._replay and (need := self._pull_again()):
@@ -222,12 +237,13 @@ class Planner(Answers):
                 break
             # Nothing drawn: the end, or a step of few tokens while long samples taken before are still being paid for.
             self._see_off(drawn.active)
+            self._unbegun = state if self._begun != state.step else self._unbegun
             self._state = state = replace(self._state, owed=drawn.owed, active=drawn.active)
             self._begun = state.step
             if (spec.until == "first" and not all(drawn.active)) or not any(
                 w for w, a in zip(self._weights, drawn.active, strict=True) if a
             ):
-                return self._finish(None)
+                return self._finish(self._nothing_left())
         if self._reserve is not None and (need := self._pull(self._reserve, drawn)):
             return self._wait(need)
         self._waiting = {}
@@ -237,9 +253,6 @@ class Planner(Answers):
         return [stage, *self._demand.keep_ahead(np.sum(drawn.counts, axis=0))]
 
     # look-ahead: samples pulled from the streams and not drawn yet
-
-    def _fronts(self) -> Sequence[Extended | SourceStream]:
-        return self._streams if self._reserve is None else [Extended(s, self._reserve.open(i)) for i, s in enumerate(self._streams)]
 
     def _pull_again(self) -> dict[int, int]:
         """After a restart: bring back what had been pulled; or say what is missing for it."""
@@ -300,6 +313,8 @@ class Planner(Answers):
         is named, so the others are waited for: who was read first must not be seen."""
         self._waiting = need
         if self._satisfied():
+            if leave := self._asks_to_leave(need):
+                return [*leave]
             return self._finish(next(error for i in sorted(need) if (error := self._streams[i].error) is not None))
         return [command for i in sorted(need) for command in self._nudge(i)]
 
@@ -307,6 +322,11 @@ class Planner(Answers):
         stream = self._streams[i]
         lacking = self._waiting[i] - stream.ready
         return [] if lacking <= 0 or stream.ended or stream.error else [*self._demand.nudge(i, lacking, stream.behind())]
+
+    def _end_here(self, finish: Finish) -> list[Command]:
+        self._finished = self._stop = finish
+        self._waiting = {}
+        return [finish]
 
     def _finish(self, error: Exception | None) -> list[Command]:
         self._finished = Finish(self._state.step, error)
@@ -378,7 +398,3 @@ class Planner(Answers):
 
 def _stream(s: SourceSpec, cursor: Cursor) -> SourceStream:
     return SourceStream(s.name, loaders=s.loaders, n_groups=s.n_groups, epochs=s.epochs, max_bad=s.max_bad, cursor=cursor, files=s.files)
-
-
-def _others(events: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(e for e in events if not isinstance(e, AddSource))

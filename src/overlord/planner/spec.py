@@ -31,6 +31,7 @@ class SourceSpec:
     loaders: int = 1
     files: tuple[str, ...] = ()  # paths, for errors
     meta: tuple[str, ...] = ()  # names of its own metadata
+    leaves: bool = False  # when its storage is given up, it leaves and the job goes on
     weight: float = 0.0  # its own: what counts where it was added in mid-run and the mixture does not name it
 
 
@@ -109,7 +110,8 @@ class Ledger:
         )  # fmt: skip
         self.mixed: deque[Mixed] = deque(maxlen=KEPT_MIX)
         self.quarantine: deque[Quarantined] = deque(maxlen=KEPT_BAD)
-        self.spoiled: deque[tuple[int, Quarantined]] = deque(maxlen=KEPT_BAD)  # with the step; heard of late, so in no count of a state
+        self.spoiled: dict[tuple[int, Quarantined], None] = {}  # with the step; heard of late, so in no count of a state
+        self._listed = int(self.quarantined.sum())  # rows up to the last one listed, in all
         self._dropped_before = self.dropped.copy()  # what streams count starts at 0
 
     def widen(self) -> None:
@@ -123,17 +125,28 @@ class Ledger:
         self.samples += samples
         self.tokens += tokens
         wanted = np.where(active, weights, 0.0)
-        self.mixed.append(Mixed(plan.step, wanted / (wanted.sum() or 1.0), samples, tokens))
+        if not self.mixed or plan.step > self.mixed[-1].step:
+            self.mixed.append(Mixed(plan.step, wanted / (wanted.sum() or 1.0), samples, tokens))
 
     def list_bad(self, i: int, rows: list[BadRow]) -> None:
-        self.quarantine += [Quarantined(i, *row) for row in rows]
+        """Rows that failed, in the order of planning: where steps are planned again, the same come again."""
+        known = max(0, self._listed - int(self.quarantined.sum()))
+        self.quarantine += [Quarantined(i, *row) for row in rows[known:]]
         self.quarantined[i] += len(rows)
+        self._listed = max(self._listed, int(self.quarantined.sum()))
 
     def spoil(self, event: Spoiled) -> None:
         """Samples that were delivered with an image missing. They count for the record only, never for ``max_bad``: when a step is
         built must not decide where the stream ends."""
         for (source, epoch, file, row, part), reason in zip(event.ids.tolist(), event.reasons, strict=True):
-            self.spoiled.append((event.step, Quarantined(source, epoch, file, row, reason, part)))
+            self.spoiled[event.step, Quarantined(source, epoch, file, row, reason, part)] = None  # a step may be built twice
+        while len(self.spoiled) > KEPT_BAD:
+            del self.spoiled[next(iter(self.spoiled))]
+
+    def adopt(self, before: Ledger) -> None:
+        """Go on behind a ledger that was further: what it lists is not listed again."""
+        self.quarantine, self._listed = before.quarantine, before._listed
+        self.mixed, self.spoiled = before.mixed, before.spoiled
 
     def bad_rows(self) -> list[Quarantined]:
         """All that is listed, late news behind the rest and in one order: constructors are not heard in any."""

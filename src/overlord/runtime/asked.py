@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -15,9 +14,10 @@ from overlord.messages import Consumed
 from overlord.planner.cut import Cutter
 from overlord.planner.planner import Planner
 from overlord.runtime.bootstrap import Blueprint
-from overlord.runtime.carrier import Carrier
 from overlord.runtime.control import Control, Handle
 from overlord.runtime.hosting import Hosting
+from overlord.runtime.machine import Machine
+from overlord.runtime.written import Written
 
 ASK_S = 0.6  # for all hosts to say what they do: whoever asks why it waits gives the pump a second
 
@@ -31,6 +31,11 @@ class Remote:
     lost: str = ""
     joined: bool = True  # else the job does not need it yet
     asks: bool = False  # its last news were heard; at the end of the turn it is asked for the next
+    incarnation: int = 0  # how often it was started again
+    beat: Future[Any] | None = None  # whether it lives, asked
+    address: str = ""  # of a constructor host that was started again, for loader hosts and clients of this process
+    outside: str = ""  # and for those of others
+    linked: dict[int, str] = field(default_factory=dict)  # loader hosts: where they find which constructor host
 
     def tell(self, control: Control, messages: list[Any]) -> None:
         control.tell(self.handle, "do", messages)
@@ -39,7 +44,7 @@ class Remote:
         return control.call(self.handle, method, *args)
 
 
-class Asked(Carrier):
+class Asked(Written):
     """The half of ``ProcessHost`` that only looks. In the pump."""
 
     planner: Planner
@@ -47,9 +52,12 @@ class Asked(Carrier):
     hosting: Hosting
     _cutter: Cutter
     _control: Control
+    _machine: Machine
     _loaders: dict[int, Remote]
     _constructors: dict[int, Remote]
     _attached: set[int]
+    fails_over: bool
+    recoveries: list[dict[str, Any]]
 
     def _constructor(self, rank: int) -> Remote:
         raise NotImplementedError
@@ -57,13 +65,13 @@ class Asked(Carrier):
     def waiting_for(self, rank: int) -> str:
         remote = self._constructor(rank)
         if remote.lost:
-            return f"{remote.handle.name}, which is lost: {remote.lost}"
+            return f"{remote.handle.name}, which is lost: {remote.lost}" + (" and is being started again" if self.fails_over else "")
         why, every = remote.call(self._control, "why", rank), self._asked()
         try:
             words = self._control.get(why, ASK_S / 3)
         except (DataStall, ActorLost) as silent:
             words = f"{remote.handle.name}, which does not say what it does ({silent})"
-        if words:
+        if words or (words := self._writing()):
             return str(words)
         busy = [words for h, r in list(self._loaders.items()) for words in self._busy(h, r, every.get(r.handle.name, {}))]
         # Constructors tell only when their slowest rank moves on; who that is must be known here.
@@ -84,10 +92,10 @@ class Asked(Carrier):
     def _asked(self) -> dict[str, dict[str, Any]]:
         """Figures of all hosts by name; of a host that does not answer in time, why."""
         asked = {r.handle.name: r.call(self._control, "figures") for r in self._remotes() if not r.lost}
-        deadline, found = time.monotonic() + ASK_S, {}
+        deadline, found = self._machine.now() + ASK_S, {}
         for name, future in asked.items():
             try:
-                found[name] = self._control.get(future, max(0.0, deadline - time.monotonic()))
+                found[name] = self._control.get(future, max(0.0, deadline - self._machine.now()))
             except OverlordError as silent:
                 found[name] = {"silent": str(silent)}
         return found
@@ -108,12 +116,15 @@ class Asked(Carrier):
             for r in self._processes()
         ]  # fmt: skip
         counted = ("links", "sent_bytes", "received_bytes", "pss")
-        told = {row["loader"]: row | {"pid": f["pid"]} for f in every.values() for row in f.get("loaders", ())}
+        rows = [row | {"pid": f["pid"]} for f in every.values() for row in f.get("loaders", ())]
+        told = {row["loader"]: row for row in rows if not row["shadow"]}
         return {
             "loaders": [told.get(loader) or self._untold(loader) for loader in range(sum(self.hosting.loaders))],
+            "shadows": [row for row in rows if row["shadow"]],
             "constructors": [row | {"pid": f["pid"]} for f in every.values() for row in f.get("constructors", ())],
             "memory": memory, "hosts": hosts, "files": [f["files"] for f in every.values() if "files" in f],
             "clients": {rank: row for f in every.values() for rank, row in f.get("clients", {}).items()},
+            "recoveries": list(self.recoveries),
             "transfer": {name: {what: f[what] for what in counted if what in f} for name, f in every.items()},
         }  # fmt: skip
 
@@ -122,8 +133,8 @@ class Asked(Carrier):
         host = self._loaders[self._cutter.host(loader)]
         return {
             "loader": loader, "source": self._source_of(loader), "doing": f"unknown: {host.handle.name} {host.lost or 'does not answer'}",
-            "ready": 0, "ready_bytes": 0, "read_s": 0.0, "transform_s": 0.0, "store": None, "worker": False, "worker_pid": None,
-            "pid": host.handle.pid,
+            "ready": 0, "ready_bytes": 0, "kept_bytes": 0, "shadow": False, "read_s": 0.0, "transform_s": 0.0, "store": None,
+            "worker": False, "worker_pid": None, "pid": host.handle.pid,
         }  # fmt: skip
 
     def _processes(self) -> list[Remote]:

@@ -22,17 +22,18 @@ from overlord.loader.loader import Loader
 from overlord.loader.order import SourceOrder
 from overlord.loader.reader import SourceReader
 from overlord.messages import AddSource, Cursor, Opening, StreamState
+from overlord.placetree import ClientPlaceTree
 from overlord.planner.planner import Planner
+from overlord.planner.saved import event_in, event_out, fingerprint_in, fingerprint_out, reports_in, reports_out
 from overlord.planner.schedule import bind
 from overlord.planner.schedulebase import has_state, learns
 from overlord.planner.spec import NewSource, PlannerSpec, SourceSpec, initial_state
 from overlord.planner.strategy import resolve
 from overlord.runtime.host import Executor, Host
 from overlord.runtime.options import Options, n_workers
-from overlord.runtime.saved import event_in, event_out, reports_in, reports_out
 from overlord.sources.base import ReadOptions
 from overlord.sources.handles import ChunkReader, HandleCache
-from overlord.sources.index import Index, build_indexes, default_cache_dir
+from overlord.sources.index import Index, Left, build_indexes, build_some, default_cache_dir
 from overlord.sources.index import SourceSpec as IndexSpec
 from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.worker import TransformWorker
@@ -67,7 +68,8 @@ def open_loader(kit: SourceKit, opening: Opening, handles: HandleCache) -> tuple
 class Blueprint:
     """A job made ready: everything that is read once and shared by all cores made from it."""
 
-    def __init__(self, job: Job, options: Options):
+    def __init__(self, job: Job, options: Options, left: Mapping[str, Left] | None = None):
+        """``left``: sources that the state to be resumed does not read any more."""
         if problems := options.problems(job):
             raise JobError(problems, "launch")
         self.job, self.options = job, options
@@ -77,15 +79,16 @@ class Blueprint:
         self.pipelines = [
             Pipeline(s.name, s.transforms, seed=job.seed, context=job.batch.context, on_long=job.on_long) for s in job.sources
         ]  # fmt: skip
-        self.indexes = build_indexes(
+        self.indexes = build_some(
             [IndexSpec(s.name, s.uri, s.format, self._read_options(s, p)) for s, p in zip(job.sources, self.pipelines, strict=True)],
-            cache_dir=options.cache_dir or default_cache_dir(), workers=2 * n_workers(options), progress=options.progress,
+            left or {}, cache_dir=options.cache_dir or default_cache_dir(), workers=2 * n_workers(options), progress=options.progress,
         )  # fmt: skip
         self.given, self.added = job, ()
         self.job = job = _bound(job, self.indexes)
         self.handles = HandleCache(max_open=options.open_files, max_bytes=options.open_bytes)
         self.orders = [_order(job, s, i) for s, i in zip(job.sources, self.indexes, strict=True)]
         self.fingerprint = fingerprint(job, self.indexes, self.pipelines)
+        self.floor = 0  # the first step that was never planned, where steps of before are planned again
         self._workers: list[TransformWorker] = []
 
     def _read_options(self, source: Any, pipeline: Pipeline) -> ReadOptions:
@@ -102,6 +105,7 @@ class Blueprint:
         source = self.job.sources[i]
         return SourceSpec(
             name=source.name, n_groups=self.orders[i].n_groups, epochs=source.epochs, max_bad=source.max_bad, loaders=self.loaders_of(i),
+            leaves=source.on_lost == "leave",
             files=tuple(f.path for f in self.indexes[i].files), meta=self.pipelines[i].meta_names, weight=float(source.weight),
         )  # fmt: skip
 
@@ -115,7 +119,13 @@ class Blueprint:
             look_ahead=job.look_ahead, max_age=job.max_age, prefer=getattr(schedule, "prefer", None), overflow=job.overflow,
             prefetch=options.prefetch, read_ahead=options.read_ahead or READ_AHEAD, images=self.images is not None,
         )  # fmt: skip
-        return Planner(spec, state or initial_state(spec))
+        return Planner(spec, state or initial_state(spec), floor=self.floor)
+
+    def floored(self, floor: int) -> Blueprint:
+        """This blueprint for a planner that plans steps below the floor again: nothing that is said now changes them."""
+        other = copy.copy(self)
+        other.floor = floor
+        return other
 
     def host(self, executor: Executor, state: StreamState | None = None) -> Host:
         """One set of cores that starts at a state, all in this process."""
@@ -136,6 +146,14 @@ class Blueprint:
         other = copy.copy(self)
         by_name = dict(zip(self.job.names, loaders, strict=True))
         other.options = replace(self.options, loaders=by_name, read_ahead=self.options.read_ahead or read_ahead)
+        return other
+
+    def placed(self, place: ClientPlaceTree) -> Blueprint:
+        """This blueprint for another mesh; what is wrong with it is told as at launch."""
+        other = copy.copy(self)
+        other.given, other.job = replace(self.given, place=place), replace(self.job, place=place)
+        if problems := other.options.problems(other.job):
+            raise JobError(problems, "reshard")
         return other
 
     def loaders_for(self, i: int, cursor: Cursor) -> list[tuple[Loader, SourceReader]]:
@@ -226,23 +244,7 @@ class Blueprint:
     # state as plain JSON
 
     def export(self, state: StreamState) -> dict[str, Any]:
-        names = self.job.names
-        return {
-            "version": STATE_VERSION,
-            "job": self.job.name,
-            "fingerprint": self.fingerprint,
-            "step": state.step,
-            "cursors": dict(zip(names, state.cursors.tolist(), strict=True)),
-            "owed": dict(zip(names, state.owed, strict=True)),
-            "active": dict(zip(names, state.active, strict=True)),
-            "events": [event_out(e) for e in state.events],
-            "mix": [state.mix_step, state.mix_epoch],
-            **({"ahead": ahead} if (ahead := {n: a.tolist() for n, a in zip(names, state.ahead, strict=False) if len(a)}) else {}),
-            "counts": {k: dict(zip(names, v.tolist(), strict=True)) for k, v in state.counts.items()},
-            **({"weights": dict(zip(names, state.weights, strict=True))} if state.weights else {}),
-            **({"schedule": dict(state.schedule)} if state.schedule else {}),
-            **({"reports": reports_out(state.reports)} if state.reports else {}),
-        }
+        return exported(state, self.job.name, self.job.names, self.fingerprint)
 
     def restore(self, saved: Mapping[str, Any], allow: tuple[str, ...] = ()) -> StreamState:
         """A state from its JSON form, after checking that it belongs to this job."""
@@ -292,7 +294,7 @@ class Blueprint:
         )  # fmt: skip
 
     def _check_fingerprint(self, saved: Mapping[str, Any], allow: tuple[str, ...]) -> None:
-        then, now = saved["fingerprint"], self.fingerprint
+        then, now = fingerprint_in(saved["fingerprint"], list(saved["cursors"])), self.fingerprint
         differ = {p: (then.get(p, "nothing"), now.get(p, "nothing")) for p in sorted({*then, *now}) if then.get(p) != now.get(p)}
         absent = []
         for event in map(event_in, saved["events"]):
@@ -311,6 +313,26 @@ class Blueprint:
             known = f"a state holds no code: list what was added in mid-run ({', '.join(absent)}) last in Job.sources"
             raise StateMismatch(differ, f"{known}; or, to go on without, {remedy}")
         raise StateMismatch(differ, f"if this is meant, {remedy}")
+
+
+def exported(state: StreamState, job: str, names: Sequence[str], fingerprint: Mapping[str, str]) -> dict[str, Any]:
+    """A state as plain JSON values, by the names of its sources."""
+    return {
+        "version": STATE_VERSION,
+        "job": job,
+        "fingerprint": fingerprint_out(fingerprint, names),
+        "step": state.step,
+        "cursors": dict(zip(names, state.cursors.tolist(), strict=True)),
+        "owed": dict(zip(names, state.owed, strict=True)),
+        "active": dict(zip(names, state.active, strict=True)),
+        "events": [event_out(e) for e in state.events],
+        "mix": [state.mix_step, state.mix_epoch],
+        **({"ahead": ahead} if (ahead := {n: a.tolist() for n, a in zip(names, state.ahead, strict=False) if len(a)}) else {}),
+        "counts": {k: {name: n for name, n in zip(names, v.tolist(), strict=True) if n} for k, v in state.counts.items()},
+        **({"weights": dict(zip(names, state.weights, strict=True))} if state.weights else {}),
+        **({"schedule": dict(state.schedule)} if state.schedule else {}),
+        **({"reports": reports_out(state.reports)} if state.reports else {}),
+    }
 
 
 def fingerprint(job: Job, indexes: list[Index], pipelines: list[Pipeline], added: tuple[str, ...] = ()) -> dict[str, str]:
@@ -346,6 +368,7 @@ def fingerprint(job: Job, indexes: list[Index], pipelines: list[Pipeline], added
         parts[f"source {source.name}: transforms"] = pipeline.fingerprint
         parts[f"source {source.name}: reading"] = (
             f"epochs {source.epochs}, shuffle {source.shuffle}, max_sample_bytes {source.max_sample_bytes}"
+            + (f", on_lost {source.on_lost}" if source.on_lost != "fail" else "")
         )
         if source.name in added:
             parts[f"source {source.name}: weight"] = repr(float(source.weight))

@@ -15,7 +15,23 @@ from overlord.constructor.encoding import PixelForm
 from overlord.constructor.slabs import SlabPool
 from overlord.hooks import Hook
 from overlord.job import Batch
-from overlord.messages import Attach, Build, Built, Consumed, Deliver, Detach, End, Finish, Release, Spoiled, Stage, Staged, Told
+from overlord.messages import (
+    Attach,
+    Back,
+    Build,
+    Built,
+    Consumed,
+    Deliver,
+    Detach,
+    End,
+    Finish,
+    Release,
+    Resume,
+    Spoiled,
+    Stage,
+    Staged,
+    Told,
+)  # fmt: skip
 from overlord.runtime.carrier import Done, Executor
 from overlord.runtime.loading import as_exception
 
@@ -27,6 +43,7 @@ class Mailbox(Protocol):
 
     def put(self, told: Told, bucket: Bucket) -> None: ...
     def end(self, error: Exception | None) -> None: ...
+    def resume(self) -> None: ...
 
 
 class Building:
@@ -73,11 +90,12 @@ class Building:
             assembler.handle(stage)
 
     def staged(self, staged: StagedStep, told: Told) -> list[Any]:
-        """Its payload has come."""
-        step = told.step
-        self._staged[step], self._told[step] = staged, told if self._broadcast else told.without_broadcast()
-        self._holders[step] = set(self.assemblers)
-        return [command for a in self.assemblers.values() for command in a.handle(Staged(step))]
+        """Its payload has come; buckets that have the step already ignore it."""
+        step, wanting = told.step, [a for a in self.assemblers.values() if a.wants(told.step)]
+        if wanting:
+            self._staged[step], self._told[step] = staged, told if self._broadcast else told.without_broadcast()
+            self._holders.setdefault(step, set()).update(a.bucket for a in wanting)
+        return [command for a in wanting for command in a.handle(Staged(step))]
 
     def served(self) -> list[int]:
         """All ranks of buckets that somebody waits for."""
@@ -86,7 +104,11 @@ class Building:
     def finish(self, finish: Finish) -> list[Any]:
         return [command for a in self.assemblers.values() for command in a.handle(finish)]
 
-    def carry_out(self, command: Build | Deliver | End | Release, queue: deque[Any]) -> None:
+    def back(self, back: Back) -> list[Any]:
+        """Steps come again: what is here of them stays."""
+        return [command for a in self.assemblers.values() for command in a.handle(back)]
+
+    def carry_out(self, command: Build | Deliver | End | Resume | Release, queue: deque[Any]) -> None:
         match command:
             case Build(step=step, bucket=bucket):
                 buckets = [bucket]
@@ -102,6 +124,9 @@ class Building:
             case End(rank=rank, error=error):
                 if rank in self.mailboxes:
                     self.mailboxes[rank].end(error)
+            case Resume(rank=rank):
+                if rank in self.mailboxes:
+                    self.mailboxes[rank].resume()
             case Release(step=step, bucket=bucket):
                 self._built.pop((step, bucket), None)
                 self._let_go(step, bucket)
@@ -112,22 +137,26 @@ class Building:
         how = (self._batch, self._multiple, self.slabs, self._hooks)
         if (form := self._images) is None:
             self._executor.submit(
-                "build", lambda: (build_groups(staged, told, groups, *how), None), self._build_done(step, buckets), urgent=True
+                "build", lambda: (build_groups(staged, told, groups, *how), None), self._build_done(told, buckets), urgent=True
             )
             return
         members = [rank for b in buckets for rank in self.assemblers[b].ranks]
         self._executor.submit(
             "build", lambda: build_with_images(staged, told, groups, members, form, *how, lambda: self.stopped),
-            self._build_done(step, buckets), urgent=True,
+            self._build_done(told, buckets), urgent=True,
         )  # fmt: skip
 
-    def _build_done(self, step: int, buckets: Sequence[int]) -> Done:
+    def _build_done(self, told: Told, buckets: Sequence[int]) -> Done:
+        step = told.step
+
         def done(outcome: Any, error: BaseException | None) -> None:
             if error is not None:
+                for bucket in buckets:
+                    self.assemblers[bucket].failed(step)
                 self.cannot(step, buckets, "building", error)
                 return
             commands: list[Any] = []
-            told, (made, spoiled) = self._told[step], outcome
+            made, spoiled = outcome
             if spoiled is not None:
                 self._spoiled(spoiled)
             for bucket, built in zip(buckets, made, strict=True):

@@ -9,15 +9,26 @@ from typing import Any, Protocol
 Done = Callable[[Any, BaseException | None], None]
 
 
-class Executor(Protocol):
-    """Runs work somewhere, some time, and hands its outcome to ``done`` in the pump. Works of one name cost alike by ``size``.
+class Waits(Protocol):
+    """Work that may wait for storage, for minutes or for ever: the pump, which others wait for, never does it itself."""
 
-    What ``waits`` may wait for a store, for minutes: the pump, which others wait for, never does it itself.
-    """
+    @property
+    def many(self) -> bool:
+        """Whether it waits for answers rather than for a core: many such may be under way."""
+        ...
+
+    def overdue(self) -> Exception | None:
+        """Asked by another thread now and then: an error if it is to be given up. Its outcome is then dropped, should it ever come."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs work somewhere, some time, and hands its outcome to ``done`` in the pump. Works of one name cost alike by ``size``."""
 
     def submit(
-        self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False, waits: bool = False
+        self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False, waits: Waits | None = None
     ) -> None: ...
+    def close(self) -> None: ...
 
 
 class Carrier:
@@ -35,11 +46,14 @@ class Carrier:
         self._running = True
         try:
             while self._queue:
-                self._carry_out(self._queue.popleft())
+                self._turn(self._queue.popleft())
                 if self._check:
                     self.check()
         finally:
             self._running = False
+
+    def _turn(self, command: Any) -> None:
+        self._carry_out(command)
 
     def _carry_out(self, command: Any) -> None:
         raise NotImplementedError

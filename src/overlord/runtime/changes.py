@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import operator
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from overlord.errors import DataStall, JobError, OverlordError, PlanError
+from overlord.errors import DataStall, JobError, JournalError, OverlordError, PlanError
 from overlord.job import Job, Source, did_you_mean
-from overlord.messages import Report, SetMixture, Skip
+from overlord.messages import Finish, Report, SetMixture, Skip, SourceLost
 from overlord.planner.events import Event, Log, said_of_all
 from overlord.planner.feedback import checked
 from overlord.planner.schedule import plain
@@ -38,6 +38,7 @@ class Changes:
     _inboxes: dict[int, tuple[int, Box]]
     _lock: threading.RLock
     _log: Log
+    _lost: dict[str, SourceLost]
     _moving: threading.Lock
     _pump: Pump
     _refused: int
@@ -57,12 +58,21 @@ class Changes:
         given = {name: plain(weight) for name, weight in weights.items()}
 
         def act() -> int:
-            event = SetMixture(self._host.planner.open_step if step is None else step, given)
-            self._add(said_of_all(event, self.job.names))
-            return event.at
+            return self._at(step, lambda at: self._add(said_of_all(SetMixture(at, given), self.job.names)))
 
         self._refuse_closed()
         return int(self._pump.ask(act, "the planner"))
+
+    def _at(self, step: int | None, act: Callable[[int], None]) -> int:
+        """In the pump: at that step, or at the first that is not planned yet: a planner elsewhere may plan on before it hears of it."""
+        while True:
+            at = self._host.planner.open_step if step is None else step
+            try:
+                act(at)
+                return at
+            except PlanError:
+                if step is not None or self._host.planner.open_step <= at:
+                    raise
 
     def skip(self, steps: Iterable[int]) -> None:
         """These steps are drawn and listed, and not delivered; step numbers do not shift."""
@@ -78,6 +88,11 @@ class Changes:
 
     def _note(self, event: Event) -> None:
         self._log.add(event, self._slowest())
+
+    def _source_lost(self, event: SourceLost) -> None:
+        """In the pump: a source has left, since its storage was given up."""
+        self._note(event)
+        self._lost[event.name] = event
 
     def _slowest(self) -> int:
         """The lowest step at which a client's state stands."""
@@ -113,16 +128,23 @@ class Changes:
 
     def _join(self, more: Blueprint, prepared: Any, at: int | None) -> int:
         """In the pump: the source takes part from here on."""
-        new = more.new_source(self._host.planner.open_step if at is None else at)
+        return self._at(at, lambda step: self._join_at(more, prepared, step))
+
+    def _join_at(self, more: Blueprint, prepared: Any, at: int) -> None:
+        new = more.new_source(at)
 
         def joined() -> None:
+            self._host.journal.joined(new.event, more)
             # The event before the source: a state written meanwhile, in a trainer's thread, must not have one without the other.
             self._note(new.event)
             self._blueprint, self.job = more, more.given
             self._blueprints.append(more)
 
-        self._host.add_source(new, prepared, more.budget_bytes, joined)
-        return new.event.at
+        try:
+            self._host.add_source(new, prepared, more.budget_bytes, joined)
+        except JournalError as error:  # the planner knows of it, and the journal does not: no step may be planned with it
+            self._host.event(Finish(self._host.planner.next_step, error))
+            raise
 
     # processes
 
@@ -168,9 +190,8 @@ class Changes:
 
     def _take_report(self, host: Engine, report: Report) -> None:
         """In the pump. What comes too late is dropped, so it must not be in a state either."""
-        if host is self._host and host.planner.in_time(report):
+        if host.report(report) and host is self._host:
             self._log.report(report, self._slowest())
-        host.event(report)
 
 
 def _steps(what: str, steps: Iterable[Any]) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from overlord.channel.address import HAS_SHARED_MEMORY, is_loopback
 from overlord.channel.link import Link
-from overlord.channel.ring import Ring
 from overlord.channel.server import Server
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.encoding import PixelForm
@@ -18,6 +17,7 @@ from overlord.hooks import Hook
 from overlord.job import Batch
 from overlord.messages import (
     Attach,
+    Back,
     Build,
     Deliver,
     Detach,
@@ -26,12 +26,13 @@ from overlord.messages import (
     Payload,
     Placed,
     Release,
+    Resume,
 )  # fmt: skip
 from overlord.observe.memory import pss_bytes
 from overlord.runtime.building import Building
 from overlord.runtime.delivery import Delivery, Slabs
 from overlord.runtime.gathering import Gathering, check_payload
-from overlord.runtime.hostactor import MAX_SLOTS, HostActor, Settings
+from overlord.runtime.hostactor import HostActor, Settings
 
 
 class ConstructorHost(HostActor):
@@ -42,7 +43,7 @@ class ConstructorHost(HostActor):
         images: PixelForm | None = None,
     ):  # fmt: skip
         super().__init__(f"constructor-host/{number}", settings)
-        self._ring = Ring(name=self.name, max_bytes=settings.ring_bytes, max_slots=MAX_SLOTS)
+        self._ring = self._machine.ring(self.name, settings.ring_bytes)
         self._session = settings.generation
         # Building never waits for a slot: short work is done in the pump, and without the pump no slot is let go.
         self._building = Building(
@@ -55,16 +56,18 @@ class ConstructorHost(HostActor):
         self._news, self._news_lock = dict[int, int](), threading.Lock()  # what clients took and the pump has not seen yet
         for rank in self._building.bucket_of:  # clients may come before the planner has told of them
             self._delivery.box(rank, settings.generation)
-        self._gathering = Gathering(self._building)
+        self._gathering = Gathering(self._building, failover=settings.failover)
         self._loaders: dict[Link, int] = {}
+        self._incarnations: dict[int, int] = {}  # of loader hosts: the last that came
         self._taken: dict[int, int] = {}
+        self._floor = -1  # the step behind which the planner began, or went back to: all ranks have taken it
         self._told = -1  # the last step all took, as the planner knows
         self._said: dict[int, int] = {}  # and the last that each took
         self._servers = [self._serve(settings.token, tcp=False)]
         self._start()
 
     def _serve(self, token: str, **where: Any) -> Server:
-        return Server(token=token, on_message=self._message, on_open=self._opened, on_close=self._closed, ring=self._ring, **where)
+        return self._machine.serve(token, self._ring, self._message, self._opened, self._closed, **where)
 
     def listen(self, host: str, token: str) -> str:
         """Take clients of other processes at this interface, who show another token than ours; where they find it."""
@@ -78,12 +81,22 @@ class ConstructorHost(HostActor):
 
     def _opened(self, link: Link, hello: Mapping[str, Any]) -> dict[str, Any]:
         if hello.get("role") == "loader":
-            host = hello.get("host")
-            if type(host) is not int or host < 0 or host in self._loaders.values():
-                raise OverlordError(f"wanted the number of a loader host that is not linked yet, found {host!r:.60}")
-            self._loaders[link] = host
-            return {}
+            return self._loader_came(link, hello.get("host"), hello.get("incarnation", 0))
         return self._delivery.opened(link, dict(hello))
+
+    def _loader_came(self, link: Link, host: Any, incarnation: Any) -> dict[str, Any]:
+        """One that comes again, or was started anew, takes the place of the link before it, whose end may not have been seen yet."""
+        if type(host) is not int or host < 0 or type(incarnation) is not int or incarnation < 0:
+            raise OverlordError(f"wanted the number of a loader host, found {host!r:.60} and {incarnation!r:.60}")
+        if incarnation < self._incarnations.get(host, 0):
+            raise OverlordError(f"wanted the number of a loader host that is not linked yet, found {host}: a later one has its place")
+        former = next((other for other, h in self._loaders.items() if h == host), None)
+        self._loaders[link], self._incarnations[host] = host, incarnation
+        if former is not None:
+            del self._loaders[former]
+            former.close(f"loader-host/{host} has come again: its place is taken")
+        self._pump.post(lambda: self._gathering.found(host))
+        return {}
 
     def _message(self, link: Link, value: Any) -> None:
         if (host := self._loaders.get(link)) is not None:
@@ -116,16 +129,30 @@ class ConstructorHost(HostActor):
             case Placed():
                 self._queue.extend(self._gathering.plan(message))
             case Attach(rank=rank):
-                self._taken.setdefault(rank, -1)
+                self._taken.setdefault(rank, self._floor)
                 self._queue.extend(self._building.attach({rank: self._delivery.box(rank, self._session)}))
+                self._queue.extend(self._building.consumed([rank], self._taken[rank]))
             case Detach(rank=rank):
                 self._taken.pop(rank, None)
                 self._queue.extend(self._building.detach(rank))
                 self._tell()
-            case Finish():
-                self._queue.extend(self._gathering.finish(message))
+            case Finish():  # what it lets go is gone before a step of that number comes again
+                self.run(self._gathering.finish(message))
+            case Back():
+                self._back(message)
             case _:
                 raise TypeError(f"a constructor host does not know {type(message).__name__}")
+
+    def _back(self, back: Back) -> None:
+        """The planner plans again behind a step that all have taken. If it is another one, it must hear what they took since."""
+        self.run(self._gathering.back(back))
+        self._floor = max(back.step, self._floor)
+        self._delivery.begin_behind(self._floor)
+        for rank, step in self._taken.items():
+            self._taken[rank] = max(step, self._floor)
+            self.run(self._building.consumed([rank], self._floor))
+        self._told, self._said = self._floor, {}
+        self._tell()
 
     def _took(self) -> None:
         with self._news_lock:
@@ -150,7 +177,7 @@ class ConstructorHost(HostActor):
 
     def _carry_out(self, command: Any) -> None:
         match command:
-            case Build() | Deliver() | End() | Release():
+            case Build() | Deliver() | End() | Resume() | Release():
                 self._building.carry_out(command, self._queue)
             case _:
                 raise TypeError(f"a constructor host does not carry out {type(command).__name__}")
@@ -166,6 +193,10 @@ class ConstructorHost(HostActor):
     def why(self, rank: int) -> str:
         """What the rank's next step waits for here, in words; empty when no step is planned."""
         return self._pump.ask(lambda: self._gathering.waiting() or self._building.waiting(rank), "the constructor host's pump", 1.0)
+
+    def taken(self, rank: int) -> int:
+        """The last step that the rank's client took; the planner hears of it when the slowest has."""
+        return self._delivery.taken(rank)
 
     def figures(self) -> dict[str, Any]:
         return self._pump.ask(

@@ -2,6 +2,9 @@
 
 Steps are pushed as soon as they are built; the prefetch window bounds how many there are. A client that lost its link comes
 again and says which step it wants next: it is sent everything from there, so a cut costs nothing and repeats nothing.
+
+Steps that a client has from a process that died come again in the one that was started in its place. They are kept as any other: if
+that client dies too, whoever comes for its rank gets all it had not taken.
 """
 
 from __future__ import annotations
@@ -67,6 +70,8 @@ class Outbox:
         self._delivery = delivery
         self._steps: deque[tuple[Told, Bucket, Handed]] = deque()  # not taken yet
         self._put = self._taken = -1  # the last step that came, and that its client took
+        self._next = 0  # the first step that its client, as it said, does not have
+        self._claimed = -1  # of those, the last it took: believed when they have come here too
         self.waited_s = 0.0  # that its trainer has waited, as it said
         self.steps = 0  # that it took
         self._ended: Ended | None = None
@@ -86,10 +91,18 @@ class Outbox:
             if self._inside is not None:
                 self._inside.put(told, bucket)
                 return
-            handed = self._delivery.handed(told, bucket)
-            self._steps.append((told, bucket, handed))
+            if told.step <= max(self._put, self._taken):
+                return
             self._put = told.step
-            self._send(handed)
+            if took := told.step <= self._claimed:
+                self._taken = told.step
+            else:
+                handed = self._delivery.handed(told, bucket)
+                self._steps.append((told, bucket, handed))
+                if told.step >= self._next:
+                    self._send(handed)
+        if took:
+            self._delivery.heard(self, told.step)
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
         with self._delivery.lock:
@@ -102,6 +115,15 @@ class Outbox:
                 self._ended = Ended(error if error is None or isinstance(error, Exception) else ActorLost("the pump", repr(error)))
                 self._send(self._ended)
 
+    def resume(self) -> None:
+        """The end that was told is none: its client hears so, if it has not left."""
+        with self._delivery.lock:
+            if self._inside is not None:
+                self._inside.resume()
+            elif self._ended is not None:
+                self._ended = None
+                self._send({"resumed": True})
+
     def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
         raise OverlordError(f"rank {self.rank} is served to another process")
 
@@ -111,8 +133,10 @@ class Outbox:
             return
         try:
             self._link.send(value, timeout_s=0.0)
-        except (ActorLost, DataStall) as fault:
-            log.debug("rank %d: its link is given up: %s", self.rank, fault)
+        except ActorLost as lost:  # what its client said before it died is still to be heard, and then its end
+            log.debug("rank %d: %s", self.rank, lost)
+        except DataStall as stall:
+            log.debug("rank %d: its link is given up: %s", self.rank, stall)
             link, self._link = self._link, None
             link.close()
         except FrameError as fault:  # a hook made an array that cannot travel: this rank ends, and says why
@@ -130,7 +154,7 @@ class Outbox:
             )
         if isinstance(link, ServerLink):
             link.max_queued_bytes = UNBOUNDED  # the prefetch window bounds it, and the pump must not wait for a slow client
-        former, self._link = self._link, link
+        former, self._link, self._next, self._claimed = self._link, link, next_step, -1
         if former is not None:
             words = f"rank {self.rank}: another client of this rank has connected and takes this one's place"
             self._delivery.dismiss(former, Ended(OverlordError(words)))
@@ -144,18 +168,28 @@ class Outbox:
         if self._ended is not None:
             self._send(self._ended)
 
-    def took(self, link: Link, step: int, waited_s: float, generation: int | None = None) -> bool:
-        """Under the lock: whether this is news. Steps up to here may go. One that was never sent is not believed, and one that was
-        taken before the session was moved is not the one of that number that is kept here."""
-        if generation not in (None, self.generation):
-            return False
-        if link is not self._link or not self._taken < step <= self._put:
-            return False
+    def took(self, link: Link, step: int, waited_s: float, generation: int | None = None) -> int | None:
+        """Under the lock: the step, if this is news. Those up to it may go. One that was never sent is not believed, unless the client
+        came with it from a process of before; and one that was taken before the session was moved is not the one of that number here."""
+        if generation not in (None, self.generation) or link is not self._link:
+            return None
+        if self._put < step < self._next:
+            self._claimed, step = max(step, self._claimed), self._put
+        if not self._taken < step <= self._put:
+            return None
         self._taken, self.waited_s = step, waited_s
-        while self._steps and self._steps[0][0].step <= step:
+        self._drop_taken()
+        return step
+
+    def _drop_taken(self) -> None:
+        while self._steps and self._steps[0][0].step <= self._taken:
             self.steps += 1
             self._delivery.let_go(self._steps.popleft()[1])
-        return True
+
+    def begin_behind(self, step: int) -> None:
+        """Under the lock: its client took all up to here, as the planner knows; a process that was started anew has none of them."""
+        self._taken, self._put = max(step, self._taken), max(step, self._put)
+        self._drop_taken()
 
     def disconnect(self, link: Link) -> None:
         if link is self._link:
@@ -204,11 +238,11 @@ class Delivery:
                 box = self._boxes[rank] = Outbox(self, rank, generation, box)
             return box
 
-    def forget(self, rank: int) -> None:
+    def forget(self, rank: int, why: str = "") -> None:
         """The rank left, or is served otherwise."""
         with self.lock:
             if (box := self._boxes.pop(rank, None)) is not None and box._link is not None:
-                self.dismiss(box._link, Ended(OverlordError(f"the client of rank {rank} is closed")))
+                self.dismiss(box._link, Ended(OverlordError(why or f"the client of rank {rank} is closed")))
 
     def carry(self, rank: int, state: State) -> None:
         """The session was moved to a state, and its clients with it: an open link of the generation before goes on there."""
@@ -300,12 +334,30 @@ class Delivery:
             raise OverlordError(f"wanted Took from a client, found {type(value).__name__}")
         with self.lock:
             box = self._of_link.get(link)
-            news = box is not None and box.took(link, value.step, value.waited_s, value.generation) and self._boxes.get(box.rank) is box
-        if news and box is not None:  # outside the lock: whoever is told has locks of its own
-            if self.on_took is not None:
-                self.on_took(box, value.step)
-            else:
-                self._took(box.rank, value.step)
+            step = None if box is None else box.took(link, value.step, value.waited_s, value.generation)
+        if step is not None and box is not None:  # outside the lock: whoever is told has locks of its own
+            self.heard(box, step)
+
+    def heard(self, box: Outbox, step: int) -> None:
+        """A client took a step."""
+        if self._boxes.get(box.rank) is not box:
+            return
+        if self.on_took is not None:
+            self.on_took(box, step)
+        else:
+            self._took(box.rank, step)
+
+    def begin_behind(self, step: int) -> None:
+        """Every rank took the steps up to here."""
+        with self.lock:
+            for box in self._boxes.values():
+                box.begin_behind(step)
+
+    def taken(self, rank: int) -> int:
+        """The last step that the rank's client took; -1: none."""
+        with self.lock:
+            box = self._boxes.get(rank)
+            return -1 if box is None else box._taken
 
     def closed(self, link: Link, reason: str) -> None:
         with self.lock:

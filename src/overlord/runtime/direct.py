@@ -225,6 +225,10 @@ class DirectHost(ProcessHost):
     def address_for(self, rank: int) -> tuple[str, str]:
         return self._registry.address, self._token
 
+    def taken_by(self, rank: int) -> int:
+        """Clients tell of every step, and nothing is kept for one that comes again."""
+        return -1
+
     def inbox(self, rank: int, next_step: int) -> DirectInbox:  # type: ignore[override]
         """A client of this process builds as any other; when these cores are closed the session says why."""
         where = lambda generation: None if self._closed else self.address_for(rank)  # noqa: E731
@@ -257,6 +261,8 @@ class DirectHost(ProcessHost):
             few = ", ".join(map(str, absent[:16])) + (", ..." if len(absent) > 16 else "")
             words = "without constructors no step is planned before all have come, and loaded the state that one of them loaded"
             return f"the clients of ranks {few}: {words}"
+        if rank not in self._constructors:  # it has left, or never came: those that are waited for are attached
+            return f"client/{rank}, which is not there"
         return super().waiting_for(rank)
 
     def kill(self, name: str) -> None:

@@ -1,74 +1,126 @@
 """Payload of planned steps on its way from several loader hosts: a step is staged when all of it is here.
 
 Where microbatches are built there is one of these: in constructor hosts, and without constructors in every client.
+
+When some part was lost, the planner goes back and plans steps again under a new *generation*. A step that is complete here stays; of one
+that is not, all comes again, and what still comes of the generation before is not heard. Plans come by another way than payload, so
+payload of a generation may be here before the word of it.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from overlord.constructor.builder import StagedStep
 from overlord.errors import ActorLost, OverlordError, PlanError
-from overlord.messages import Finish, Payload, Placed, Told
+from overlord.messages import Back, Finish, Payload, Placed, Told
+from overlord.recovery import STRIDE
 from overlord.runtime.building import Building
 from overlord.sample import Ragged, Scattered
 
 log = logging.getLogger("overlord")
 
 NOBODY = np.zeros(0, np.int64)  # images are of documents that need not be here
-MAX_EARLY = 1024  # steps whose payload may come before they are told: far above any prefetch window
+MAX_EARLY = 1024  # steps of one loader host whose payload may come before they are told: far above any prefetch window
+
+Early = dict[tuple[int, int], Payload]  # by recovery and step
 
 
 class Gathering:
     """In the pump of whoever builds. What comes in leads to commands of the building."""
 
-    def __init__(self, building: Building):
-        self._building = building
+    def __init__(self, building: Building, *, failover: bool = False):
+        self._building, self._failover = building, failover
         self._expected: dict[int, tuple[Placed, dict[int, Payload]]] = {}  # steps whose payload is on its way, by loader host
-        self._early: dict[int, dict[int, Payload]] = {}  # payload that came before its step was told
+        self._early: dict[int, Early] = {}  # by loader host: payload that came before its step was told
         self._gone: dict[int, str] = {}  # loader hosts that will send no more, and why
         self._over: int | None = None  # the first step that there is not
         self._planned = -1
+        self._again: set[int] = set()  # steps up to that one which are to be planned again
+        self._given_up = not failover  # a loader host that is lost will not be started again
+        self._recovery = 0  # how often the planner went back: what is of an earlier time is not heard
 
     def plan(self, placed: Placed) -> list[Any]:
-        """A step is planned; some of its payload may be here already."""
-        step = self._planned = placed.stage.plan.step
-        self._building.plan(placed.stage)
+        """A step is planned; some of its payload may be here already. So may all of it, if it was planned before."""
+        step, recovery = placed.stage.plan.step, placed.generation // STRIDE
+        if recovery < self._recovery:
+            log.debug("step %d of generation %d is planned again since", step, placed.generation)
+            return []
+        commands = self.back(Back(placed.generation, step - 1))  # where no one said so: a host that is started anew
         if self._over is not None and step >= self._over:
             return []
-        self._expected[step] = (placed, self._early.pop(step, {}))
-        return self._see(step)
+        if step in self._expected or (step <= self._planned and step not in self._again):
+            log.debug("step %d of generation %d is here already", step, placed.generation)
+            return []
+        self._planned = max(step, self._planned)
+        self._again.discard(step)
+        self._building.plan(placed.stage)
+        found = {origin: early.pop((recovery, step)) for origin, early in self._early.items() if (recovery, step) in early}
+        self._expected[step] = (placed, found)
+        return [*commands, *self._see(step)]
 
     def payload(self, payload: Payload) -> list[Any]:
         """``check_payload`` has looked at what it is; whether it fits its plan is seen when both are here."""
-        step = payload.step
-        if self._over is not None and step >= self._over:
-            return []
-        if step in self._expected:
+        step, recovery = payload.step, payload.generation // STRIDE
+        if recovery == self._recovery and step in self._expected:
             self._expected[step][1].setdefault(payload.origin, payload)
             return self._see(step)
-        if step <= self._planned or (step not in self._early and len(self._early) >= MAX_EARLY):
+        if self._is_late(step, recovery):
+            log.debug("payload of loader-host/%d for step %d of generation %d is late", payload.origin, step, payload.generation)
+            return []
+        early = self._early.setdefault(payload.origin, {})
+        if len(early) >= MAX_EARLY and (recovery, step) not in early:
             log.warning("payload of loader-host/%d for step %d is for no step that is wanted", payload.origin, step)
             return []
-        self._early.setdefault(step, {}).setdefault(payload.origin, payload)
+        early.setdefault((recovery, step), payload)
         return []
+
+    def _is_late(self, step: int, recovery: int) -> bool:
+        """Nobody will ask for it: it is of a time that is over, or the step is complete, or there is no such step."""
+        if recovery != self._recovery:
+            return recovery < self._recovery
+        return (self._over is not None and step >= self._over) or (step <= self._planned and step not in self._again)
 
     def finish(self, finish: Finish) -> list[Any]:
         self._end_before(finish.step)
-        return self._building.finish(finish)
+        self._given_up = self._given_up or isinstance(finish.error, ActorLost)
+        return [*self._building.finish(finish), *self._see_all()]
 
     def _end_before(self, step: int) -> None:
+        """If the end is undone later, all from there on comes again: what was here of it is let go."""
         over = self._over = step if self._over is None else min(step, self._over)
+        self._planned = min(self._planned, over - 1)
+        self._again = {s for s in self._again if s < over}
         self._expected = {s: e for s, e in self._expected.items() if s < over}
-        self._early = {s: e for s, e in self._early.items() if s < over}
+        self._forget_early(lambda recovery, s: recovery > self._recovery or s < over)
+
+    def _forget_early(self, stays: Callable[[int, int], bool]) -> None:
+        kept = {origin: {at: payload for at, payload in early.items() if stays(*at)} for origin, early in self._early.items()}
+        self._early = {origin: early for origin, early in kept.items() if early}
+
+    def back(self, back: Back) -> list[Any]:
+        """All behind a step is planned again: what is complete stays, the rest comes anew."""
+        recovery = back.generation // STRIDE
+        if recovery <= self._recovery:
+            return []  # it was said before, or is over
+        self._recovery, self._over, self._given_up = recovery, None, not self._failover
+        self._again.update(self._expected)
+        self._expected.clear()
+        self._planned = max(self._planned, back.step)  # in a host that is started anew: no step up to there will be planned
+        self._forget_early(lambda r, s: r >= recovery)
+        return self._building.back(back)
 
     def lost(self, host: int, reason: str) -> list[Any]:
-        """A loader host sends no more: steps that wait for it cannot be."""
+        """A loader host sends no more: steps that wait for it cannot be, unless another is started in its place and they come again."""
         self._gone[host] = reason
-        return [command for step in sorted(self._expected) for command in self._see(step)]
+        return self._see_all()
+
+    def _see_all(self) -> list[Any]:
+        return [command for step in sorted(self._expected) for command in self._see(step)] if self._given_up else []
 
     def found(self, host: int) -> None:
         """A loader host is linked, or linked again."""
@@ -88,7 +140,7 @@ class Gathering:
             if problem := _misfit(placed, tokens, items, parts):
                 return self._cannot(step, PlanError(problem, step, "this is a fault of the package: report it"))
             return self._building.staged(StagedStep(stage, tokens, items), Told.of(stage))
-        if lost := [origin for origin in missing if origin in self._gone]:
+        if self._given_up and (lost := [origin for origin in missing if origin in self._gone]):
             return self._cannot(step, ActorLost(f"loader-host/{lost[0]}", self._gone[lost[0]]))
         return []
 
@@ -101,15 +153,18 @@ class Gathering:
     @property
     def complete_until(self) -> int:
         """The first step that cannot be built with what is here."""
-        first = min(self._expected, default=self._planned + 1)
+        first = min({*self._expected, *self._again}, default=self._planned + 1)
         return first if self._over is None else min(first, self._over)
 
     def waiting(self) -> str:
         """What the next step waits for here, in words; empty when nothing is on its way."""
         for step, (placed, found) in sorted(self._expected.items()):
-            missing = [f"loader-host/{origin}" for origin in placed.origins if origin not in found]
+            missing = [self._named(origin) for origin in placed.origins if origin not in found]
             return f"step {step}: payload of {', '.join(missing)}"
-        return ""
+        return f"step {min(self._again)}: to be planned again, since some part was lost" if self._again else ""
+
+    def _named(self, host: int) -> str:
+        return f"loader-host/{host}" + (f", which is lost ({self._gone[host]})" if host in self._gone else "")
 
 
 def check_payload(payload: Payload, host: int) -> None:
@@ -117,6 +172,8 @@ def check_payload(payload: Payload, host: int) -> None:
     step, tokens = payload.step, payload.tokens
     if type(step) is not int or step < 0 or type(payload.origin) is not int or payload.origin != host:
         raise OverlordError(f"wanted payload of loader-host/{host} for a step, found that of {payload.origin!r:.40} for {step!r:.40}")
+    if type(payload.generation) is not int or payload.generation < 0:
+        raise OverlordError(f"payload of loader-host/{host} for step {step}: wanted a generation, found {payload.generation!r:.40}")
     kinds = [(a.dtype, a.ndim) for a in (tokens.values, tokens.offsets)] if isinstance(tokens, Ragged) else []
     if not kinds or kinds[0][0].kind not in "iu" or kinds[0][1] != 1 or kinds[1] != (np.dtype(np.int64), 1):
         raise OverlordError(

@@ -40,6 +40,7 @@ from overlord.messages import (
     Read,
     Refill,
     Release,
+    SourceLost,
     Stage,
     Told,
 )  # fmt: skip
@@ -47,9 +48,10 @@ from overlord.planner.encoding import Encodings
 from overlord.planner.planner import Planner
 from overlord.planner.spec import NewSource
 from overlord.runtime.building import Building, Mailbox
-from overlord.runtime.carrier import Carrier, Done, Executor
+from overlord.runtime.carrier import Done, Executor
 from overlord.runtime.loading import Loading
 from overlord.runtime.local import ThreadExecutor
+from overlord.runtime.written import Written
 from overlord.sample import Content, Ragged, Scattered
 
 if TYPE_CHECKING:
@@ -69,13 +71,19 @@ class KeptPlans(deque[Stage]):
     def __init__(self) -> None:
         super().__init__(maxlen=KEPT_PLANS)
 
+    def of(self, step: int) -> list[Stage]:
+        return [stage for stage in self if stage.plan.step == step]
+
+    def steps(self) -> list[int]:
+        return [stage.plan.step for stage in self]
+
     def keep(self, stage: Stage) -> None:
         self.append(stage)
         while len(self) > 1 and len(self) * len(stage.plan) > KEPT_SAMPLES:
             self.popleft()
 
 
-class Host(Carrier):
+class Host(Written):
     """All cores of a job and what they hold: payload, staged steps, built microbatches."""
 
     def __init__(
@@ -96,6 +104,7 @@ class Host(Carrier):
         self._pop_hooks, self._seed = of_kind(hooks, LOADER), seed
         self.plans = KeptPlans()
         self.on_stage: list[Callable[[Stage], None]] = []
+        self.on_lost: list[Callable[[SourceLost], None]] = []
 
     # what comes in
 
@@ -118,10 +127,7 @@ class Host(Carrier):
         here = [rank for rank in ranks if rank in self.building.mailboxes]
         self._queue.extend(self.building.consumed(here, step))
         self.run([command for rank in here for command in self.planner.handle(Consumed(rank, step))])
-
-    def event(self, event: Any) -> None:
-        """An event of the log, for the planner."""
-        self.run(self.planner.handle(event))
+        self._was_taken()
 
     def inbox(self, rank: int, next_step: int) -> Inbox:
         """Where a client in this process gets its steps."""
@@ -157,6 +163,8 @@ class Host(Carrier):
                 self._queue.extend(self.planner.handle(command))
             case Forget(loaders=loaders):
                 self.loading.forget(loaders)
+            case SourceLost():
+                self._lose(command)
             case Open():
                 self.loading.reopen(command)
             case Stage():
@@ -222,7 +230,7 @@ class Host(Carrier):
 
     def waiting_for(self, rank: int) -> str:
         """Why a rank has no step, in words: the constructor first, then the planner, then the loaders it waits for."""
-        if words := self.building.waiting(rank):
+        if words := self.building.waiting(rank) or self._writing():
             return words
         busy = self.loading.busy()
         return self.planner.waiting_for() + (f" ({'; '.join(busy[:3])})" if busy else "")

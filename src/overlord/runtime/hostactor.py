@@ -8,20 +8,18 @@ hosts (``constructorhost.py``) through links, never through here.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from overlord.runtime.carrier import Carrier
-from overlord.runtime.local import Pump, ThreadExecutor
+from overlord.runtime.machine import Machine
+from overlord.runtime.peers import Sibling
 
 log = logging.getLogger("overlord")
-
-MAX_SLOTS = 4096  # far above the steps of a prefetch window times the constructor hosts; bytes are what is bounded
 
 # What was read ahead and nobody waits for is told so often: each word wakes two processes, and the planner answers most of them.
 QUIET_S = 0.02
@@ -41,13 +39,15 @@ class Settings:
     build_ahead: int = 2
     broadcast: bool = True  # False: every rank fetches its own
     check: bool = False
+    failover: bool = False  # parts that are lost are started anew, and the others go back
+    machine: Machine = field(default_factory=Machine, repr=False)  # where the host lives: this one, but in simulations
 
 
 class Events:
     """What happened and was not asked for yet. Filled in the pump, asked for by the actor's thread."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._lock, self._now = threading.Lock(), now
         self._happened: list[Any] = []
         self._asked: Future[list[Any]] | None = None
         self._hurry = False  # someone waits for what happened
@@ -72,7 +72,7 @@ class Events:
         """Called when the pump has done a piece of work: what it led to is told together, at once if someone waits for it. Else it
         waits for more of its kind, and the seconds are returned after which this is to be called again."""
         with self._lock:
-            now = time.monotonic()
+            now = self._now()
             if self._happened and not self._hurry and (left := self._answered + QUIET_S - now) > 0:
                 return left
             if self._asked is None or not self._happened:
@@ -88,9 +88,11 @@ class HostActor(Carrier):
 
     def __init__(self, name: str, settings: Settings):
         super().__init__(check=settings.check)
-        self.name, self._events = name, Events()
-        self._pump = Pump(name)
-        self._executor = ThreadExecutor(settings.workers, self._pump)
+        self.name, self._machine = name, settings.machine
+        self._events = Events(self._machine.now)
+        self._pump = self._machine.pump(name)
+        self._executor = self._machine.executor(settings.workers, self._pump)
+        self._sibling = Sibling(name, self, dial=self._machine.dial, leave=self._machine.end)
 
     def _start(self) -> None:
         self._pump.start(self._broke, self._after_turn)
@@ -98,7 +100,7 @@ class HostActor(Carrier):
     def _broke(self, error: BaseException) -> None:
         """A core is broken: nothing this process holds can be trusted. Its death is seen at once, its silence only by a deadline."""
         log.critical("%s ends itself: %s: %s", self.name, type(error).__name__, error)
-        os._exit(70)
+        self._machine.end(70)
 
     def _after_turn(self) -> float | None:
         return self._events.answer()
@@ -114,6 +116,12 @@ class HostActor(Carrier):
     def _take(self, message: Any) -> None:
         raise NotImplementedError
 
+    def beat(self) -> Future[bool]:
+        """Answered by the pump: a host whose pump stands is of no use, though its process lives."""
+        answer = Future[bool]()
+        self._pump.post(lambda: answer.set_result(True))
+        return answer
+
     def events(self) -> Future[list[Any]]:
         return self._events.ask()
 
@@ -123,6 +131,11 @@ class HostActor(Carrier):
             self.do(messages)
         return self._events.ask()
 
+    def meet(self, address: str, token: str, ticket: int) -> None:
+        """A planner in a process of its own is there, and calls from now on."""
+        self._sibling.meet(address, token, ticket)
+
     def close(self) -> None:
+        self._sibling.close()
         self._pump.stop()
         self._executor.close()

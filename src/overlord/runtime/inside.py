@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from overlord.client.remote import RemoteInbox
 from overlord.constructor.builder import Bucket
-from overlord.errors import LinkRefused, OverlordError
+from overlord.errors import OverlordError
 from overlord.messages import Told
 
 
@@ -24,18 +24,20 @@ class InsideBox:
         return self._linked().get(timeout_s)
 
     def _linked(self) -> RemoteInbox:
+        """It asks for the address itself, and again: a constructor may just be replaced."""
         if self._remote is None:
-            address, token = self._where()
-            try:
-                self._remote = RemoteInbox(
-                    rank=self._rank, address=address, token=token, where=lambda generation: self._where(), next_step=self._next,
-                    generation=self._generation, prefetch=self._prefetch,
-                )  # fmt: skip
-            except LinkRefused as refused:
-                raise OverlordError(refused.reason) from refused
+            self._remote = RemoteInbox(
+                rank=self._rank, address="", token="", where=lambda generation: self._where(), next_step=self._next,
+                generation=self._generation, prefetch=self._prefetch,
+            )  # fmt: skip
             if self._over is not None:  # meanwhile, by another thread
                 self._remote.end(self._over)
         return self._remote
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with the link, in words; empty while it holds."""
+        return "" if self._remote is None else self._remote.trouble
 
     def took(self, step: int) -> None:
         if self._remote is not None:

@@ -11,50 +11,60 @@ from overlord.job import Job
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.engines import RUNTIMES
 from overlord.runtime.later import RUNTIMES as LATER
+from overlord.runtime.left import left_behind
 from overlord.runtime.options import Options
 from overlord.runtime.session import Session
 
 
 def launch(
-    job: Job, runtime: str = "local", resume: Mapping[str, Any] | None = None, *, allow: tuple[str, ...] = (), **options: Any
+    job: Job, runtime: str = "local", resume: Mapping[str, Any] | str | None = None, *, allow: tuple[str, ...] = (), **options: Any
 ) -> Session:
     """Start a job. ``runtime``: ``"local"`` embeds it in this process, ``"process"`` hosts its loaders and constructors in processes
-    of this machine. ``resume``: a state to go on from.
+    of this machine. ``resume``: a state to go on from; ``"auto"``: behind the last step that all ranks took, as the job's journal says.
 
     Options (none changes the stream): prefetch=4, loaders={"web": 3}, workers=, read_ahead=, build_ahead=, buffer_bytes=, open_bytes=,
     open_files=, cache_dir=, stall_warn_s=30, stall_limit_s=540 (NCCL gives up after 600), on_stall=callback(words, seconds),
     progress=callback(done, total). Of the process runtime: sources_per_host=, hosts=, constructor_hosts=, ring_bytes=, constructors=True.
     Of trainers that broadcast: broadcast=True (False: every rank fetches its own).
-    Others are still to come: partition, autoscale, shadows.
+    Of what is lost (process runtime): failover=True (False: a lost part ends the job), lost_after_s=15, max_restarts=3, shadows="none",
+    "heavy" or "all".
+    Others are still to come: partition, autoscale.
     """
     if not isinstance(job, Job):
         raise JobError([f"wanted a Job, found {type(job).__name__}"], "launch")
-    if problems := _launch_problems(runtime, resume, allow):
+    if problems := _launch_problems(job, runtime, resume, allow):
         raise JobError(problems, "launch")
     given = Options.of(options)
     if given.constructors is False and runtime != "process":
         raise JobError(["constructors: False is for runtime='process'; in one process there is no hop to leave out"], "launch")
+    if given.shadows in ("heavy", "all") and given.failover and runtime != "process":
+        raise JobError([f"shadows: {given.shadows!r} is for runtime='process'; what is in one process is lost together"], "launch")
     if runtime == "process":
         from overlord import forking  # processes: for those who ask for them
 
         forking.warm_up()  # while files are indexed
-    blueprint = Blueprint(job, given)
+    if job.journal is not None:
+        from overlord.runtime.resuming import launch_with_journal
+
+        return launch_with_journal(job, runtime, resume, allow, given)
+    blueprint = Blueprint(job, given, left_behind(resume, job.shuffle_chunks) if isinstance(resume, Mapping) else None)
     if resume is None:
         return Session(job, blueprint, None, runtime)
+    assert isinstance(resume, Mapping)
     blueprint = blueprint.fitting(resume)
-    state = blueprint.restore(resume, allow)
-    return Session(job, blueprint, state, runtime)
+    return Session(job, blueprint, blueprint.restore(resume, allow), runtime)
 
 
-def _launch_problems(runtime: Any, resume: Any, allow: Any) -> list[str]:
+def _launch_problems(job: Job, runtime: Any, resume: Any, allow: Any) -> list[str]:
     found = []
     known = "'local' (in this process) or 'process' (in processes of this machine)"
     if runtime in LATER:
         found.append(f"runtime: {runtime!r} is not available in this version; wanted {known}")
     elif runtime not in RUNTIMES:
         found.append(f"runtime: wanted {known}, found {runtime!r}")
-    if resume == "auto":
-        found.append("resume: 'auto' needs a journal, which is not available in this version; give a state that state_dict() gave")
+    if isinstance(resume, str) and resume == "auto":
+        if job.journal is None:
+            found.append("resume: 'auto' goes on from the job's journal, and it has none: name one in Job.journal, or give a state")
     elif isinstance(resume, (str, PathLike)):
         found.append(
             f"resume: wanted a state, found {str(resume)!r}; read the file first: resume=json.loads(Path({str(resume)!r}).read_text())"

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from overlord.channel.link import TIMEOUT, Link
-from overlord.channel.ring import Ring
-from overlord.channel.server import dial
-from overlord.errors import ActorLost, DataStall, PlanError
+from overlord.errors import ActorLost, DataStall, LinkRefused, PlanError
 from overlord.hooks import Hook, popped_by
 from overlord.messages import (
     Announce,
+    Back,
     Evaluate,
     Finish,
     Forget,
@@ -28,7 +26,7 @@ from overlord.messages import (
 )  # fmt: skip
 from overlord.observe.memory import pss_bytes
 from overlord.runtime.bootstrap import SourceKit, open_loader
-from overlord.runtime.hostactor import MAX_SLOTS, HostActor, Settings
+from overlord.runtime.hostactor import HostActor, Settings
 from overlord.runtime.loading import Loading
 from overlord.sample import Content, Ragged, Scattered
 from overlord.sources.handles import HandleCache
@@ -38,6 +36,8 @@ log = logging.getLogger("overlord")
 
 DIAL_S = 30.0  # for a constructor host to answer a loader host
 SEND_S = 120.0  # for a constructor host to take payload: far above what a step takes, below what a trainer waits
+# The same where one that is lost is started anew: the pump must not wait so long that this host is taken for dead too.
+REACH_S = 5.0
 
 
 class LoaderHost(HostActor):
@@ -49,47 +49,67 @@ class LoaderHost(HostActor):
     ):  # fmt: skip
         super().__init__(f"loader-host/{number}", settings)
         self._number, self._kits, self._hooks, self._seed = number, dict(kits), tuple(hooks), seed
+        self._born = int(self._machine.now() * 1000)  # of two that have a number the later one is heard
         self._handles = HandleCache(max_open=settings.open_files, max_bytes=settings.open_bytes)
         self._workers: dict[int, TransformWorker] = {}
-        self._loading = Loading(self._executor, self.run)
-        self._ring = Ring(name=self.name, max_bytes=settings.ring_bytes, max_slots=MAX_SLOTS)
+        self._failover = settings.failover and bool(constructors)  # a client that builds for itself has nobody to go back with
+        self._loading = Loading(self._executor, self.run, keeps=self._failover)
+        self._done = -1  # the last step whose part was carried out, since the last Back
+        self._ring = self._machine.ring(self.name, settings.ring_bytes)
         self._links: dict[int, Link] = {}  # by constructor host; without constructors by rank
+        self._where: dict[int, str] = {}  # and where it is
         self._clients: set[int] = set()  # ranks that were reached, where they build themselves
         self._kind = "constructor-host" if constructors else "client"
         self._sent_bytes = 0
         for opening in openings:
             self._open(opening)
         for c, address in constructors.items():
-            self._connect(c, address, settings.token)
+            if self._failover:
+                self._reach(c, address, settings.token)
+            else:
+                self._connect(c, address, settings.token)
         self._start()
 
     def _connect(self, constructor: int, address: str, token: str) -> None:
-        hello = {"role": "loader", "host": self._number}
-        link, _ = dial(address, token, hello, timeout_s=DIAL_S, ring=self._ring)
-        link.waits_for_slots = False
+        hello = {"role": "loader", "host": self._number, "incarnation": self._born}
+        link, _ = self._machine.dial(address, token, hello, timeout_s=REACH_S if self._failover else DIAL_S, ring=self._ring)
         self._links[constructor] = link
-        threading.Thread(target=self._listen, args=(link,), name=f"overlord-link-{constructor}", daemon=True).start()
+        self._machine.thread(lambda: self._listen(constructor, link), f"overlord-link-{constructor}")
 
     def _reach(self, rank: int, address: str, token: str) -> None:
-        """Without constructors a client is one. No step is planned before all are linked, so this may wait."""
+        """A constructor host that was started anew; without constructors a client is one. No step is planned before all are linked, so
+        this may wait."""
         self._leave(rank)
+        self._where[rank] = address
         try:
             self._connect(rank, address, token)
-            self._clients.add(rank)
-        except (ActorLost, DataStall) as fault:  # if it is gone the planner hears of it; if not, the first step for it says so
-            log.warning("%s: client/%d: %s", self.name, rank, fault)
+            if self._kind == "client":
+                self._clients.add(rank)
+        except (ActorLost, DataStall, LinkRefused) as fault:  # if it is gone the planner hears of it; if not, the first step for it says so
+            log.warning("%s: %s/%d: %s", self.name, self._kind, rank, fault)
+            if self._failover:
+                self._events.put(("cut", f"{self._kind}/{rank}", str(fault), address))
 
     def _leave(self, rank: int) -> None:
         if (link := self._links.pop(rank, None)) is not None:
             link.close()
 
-    def _listen(self, link: Link) -> None:
+    def _listen(self, constructor: int, link: Link) -> None:
         """Constructors say nothing but which slots are free again."""
         try:
             while link.recv(60.0) is TIMEOUT:
                 pass
         except ActorLost as lost:
             log.debug("%s: %s", self.name, lost)
+            if self._failover:
+                reason = str(lost)
+                self._pump.post(lambda: self._cut(constructor, link, reason))
+
+    def _cut(self, constructor: int, link: Link, reason: str) -> None:
+        """What was sent may not have come: the planner is told, which may know more, and goes back or links us again."""
+        if self._links.get(constructor) is link:
+            self._leave(constructor)
+            self._events.put(("cut", f"{self._kind}/{constructor}", reason, self._where.get(constructor, "")))
 
     def _open(self, opening: Opening) -> None:
         if (worker := self._workers.pop(opening.loader, None)) is not None:
@@ -103,8 +123,12 @@ class LoaderHost(HostActor):
         match message:
             case Part():
                 self._part(message)
+            case Back():
+                self._back(message)
             case Opening():
                 self._open(message)
+            case ("follow", Opening() as opening):
+                self._queue.extend(self._loading.follow(opening, self._open))
             case Forget(loaders=loaders):
                 self._loading.forget(loaders)
             case Refill(must=must):
@@ -131,12 +155,29 @@ class LoaderHost(HostActor):
                 self._queue.extend(self._loading.carry_out(command))
             case Announce(loader=loader, found=found):
                 hosted = self._loading.hosted.get(loader)
+                if hosted is not None and hosted.shadow:
+                    return  # it remembers: when it takes the other's place it says it
                 self._events.put(command, hurry=found is None or hosted is None or hosted.loader.was_short(len(found)))
             case _:
                 raise TypeError(f"a loader host does not carry out {type(command).__name__}")
 
+    def _back(self, back: Back) -> None:
+        if back.generation > self._loading.generation:
+            self._done = back.step
+        self._events.hurry()  # everybody waits for what is said again
+        self._queue.extend(self._loading.back(back, self._open))
+
     def _part(self, part: Part) -> None:
+        """A part planned before the last Back leads to nothing, nor does one that comes twice."""
+        self._loading.acked(part.acked)
+        if part.generation < self._loading.generation:
+            return
         pops = dict(zip(part.loaders.tolist(), part.pops.tolist(), strict=True))
+        pops, commands = self._loading.pop_shadows(part.step, pops)
+        self._queue.extend(commands)
+        if part.step <= self._done or not (pops or part.to or part.kept is not None):
+            return
+        self._done = part.step
         pieces, commands = self._loading.pop(part.step, pops, part.kept)
         self._queue.extend(commands)
         if part.to:
@@ -157,7 +198,7 @@ class LoaderHost(HostActor):
                 tokens = self._in_ring(pieces if take is None else [Ragged.concat(pieces).take(take)])
             # else: without constructors the ranks of a group get the same, which lies in shared memory once
             items = None if (wanted := images[i]) is None else self._in_ring(wanted)
-            n += self._hand(c, Payload(part.step, self._number, tokens, items=items))
+            n += self._hand(c, Payload(part.step, self._number, tokens, part.generation, items))
         return n
 
     def _images(self, part: Part, popped: list[Content]) -> list[Sequence[Ragged] | None]:
@@ -171,14 +212,21 @@ class LoaderHost(HostActor):
         return [[_row(found[i]) for i in wanted] or None for wanted in rows]
 
     def _hand(self, constructor: int, payload: Payload) -> int:
-        """Bytes sent. Clients may leave, and of one that died the planner hears by itself; a constructor host must be there."""
+        """Bytes sent. Clients may leave, and of one that died the planner hears by itself; a constructor host must be there, unless it can
+        be started anew: then the payload goes, and the Back that follows brings it again."""
         try:
             if (link := self._links.get(constructor)) is None:
                 raise ActorLost("", f"{self.name} could not reach it")
-            link.send(payload, timeout_s=SEND_S)
+            link.send(payload, timeout_s=REACH_S if self._failover else SEND_S)
             return payload.tokens.nbytes + (0 if payload.items is None else payload.items.nbytes)
+        except DataStall as stall:
+            if not self._failover or link is None:
+                raise
+            slow, reason = link, str(stall)
+            self._pump.post(lambda: self._cut(constructor, slow, reason))
+            return 0
         except ActorLost as lost:
-            if constructor in self._clients:
+            if constructor in self._clients or self._failover:
                 return 0
             raise ActorLost(f"{self._kind}/{constructor}", lost.reason) from lost
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from overlord.errors import OverlordError, SourceError
 from overlord.loader.buffer import Shelf
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
-from overlord.messages import Evaluate, Open, Pop, Read, ReadFailed, Refill
+from overlord.messages import Back, Evaluate, Open, Opening, Pop, Read, ReadFailed, Refill
 from overlord.runtime.carrier import Done, Executor
 from overlord.sample import Content, Ragged
 from overlord.transforms.worker import TransformWorker
@@ -30,26 +31,85 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class Hosted:
-    """One logical loader."""
+    """One logical loader, and its payload: the front of the shelf is where the loader's ``ready`` says. A shadow follows one on another
+    host: it is popped as that one is, though perhaps later, and nobody hears of it until it takes the other's place."""
 
     loader: Loader
     reader: SourceReader
-    shelf: Shelf = field(default_factory=Shelf)
+    shelf: Shelf
     turn: Turn = field(default_factory=Turn)
+    shadow: bool = False
+    popped: deque[tuple[int, int]] = field(default_factory=deque)  # steps not acknowledged, and the loader's front behind each
+    last: int = -1  # the last step it gave to, or went back to
+
+    @property
+    def doing(self) -> str:
+        """In words; what storage does not give is named."""
+        return getattr(self.reader, "doing", "") or self.loader.doing
+
+    @property
+    def nbytes(self) -> int:
+        """All that is held for it."""
+        return self.shelf.nbytes + self.shelf.kept_bytes + self.reader.stats.raw_bytes
+
+    def pop(self, step: int, n: int) -> tuple[list[Content], list[Any]]:
+        """The next n samples; of a shadow as many of them as there are, the others as soon as they are read."""
+        commands = self.loader.handle(Pop(step, n))
+        pieces = self.shelf.pop(min(n, self.shelf.rows) if self.shadow else n)
+        self.last = step
+        if self.loader.memory is not None:
+            self.popped.append((step, self.loader.front))
+        return pieces, commands
+
+    def acked(self, step: int) -> None:
+        """What was popped up to this step is not wanted again."""
+        front = -1
+        while self.popped and self.popped[0][0] <= step:
+            front = self.popped.popleft()[1]
+        if front >= 0 and self.loader.memory is not None:
+            self.loader.memory.release(front)
+            self.settle()
+
+    def back(self, opening: Opening, step: int) -> list[Any] | None:
+        """Stand where the loader stood behind a step; None: memory does not reach so far."""
+        commands = self.loader.back(opening.cursor, opening.generation)
+        if commands is None:
+            return None
+        self.settle()
+        front = self.loader.front
+        self.popped = deque((s, f) for s, f in self.popped if f < front)
+        self.popped.append((step, front))
+        self.last = step
+        return commands
+
+    def settle(self) -> None:
+        """Bring the shelf where the loader stands: its front, and how far before it is kept."""
+        assert self.loader.memory is not None
+        ready = max(0, self.loader.ready)  # below 0: samples that are popped as soon as they are read
+        if self.shelf.rows > ready:
+            self.shelf.pop(self.shelf.rows - ready)
+        elif self.shelf.rows < ready:
+            self.shelf.unpop(ready - self.shelf.rows)
+        wanted = max(0, self.loader.announced - ready - self.loader.memory.released)
+        if self.shelf.kept_rows > wanted:
+            self.shelf.release(self.shelf.kept_rows - wanted)
 
 
 class Loading:
-    """``carry_out(command) -> commands``; what work leads to goes to ``run``."""
+    """``carry_out(command) -> commands``; what work leads to goes to ``run``. With ``keeps`` it can go back over steps that were not
+    acknowledged; else nothing is kept, and nothing paid."""
 
-    def __init__(self, executor: Executor, run: Callable[[Sequence[Any]], None]):
-        self._executor, self._run = executor, run
+    def __init__(self, executor: Executor, run: Callable[[Sequence[Any]], None], *, keeps: bool = False):
+        self._executor, self._run, self._keeps = executor, run, keeps
+        self.generation, self._step = 0, -1  # of the last Back, and what it went back to
+        self._acked = -1
         self.hosted: dict[int, Hosted] = {}  # by the loader's number, in rising order
         self.held = NOTHING  # payload of samples that look-ahead passed over
         self._held_by = np.zeros(0, np.int64)  # which loader read each of them
 
     def open(self, loader: Loader, reader: SourceReader) -> None:
         """A loader takes part, or takes the place of one that did; outcomes of the old one's work lead to nothing."""
-        self.hosted[loader.number] = Hosted(loader, reader)
+        self.hosted[loader.number] = self._hosting(loader, reader, Turn())
         if loader.number != max(self.hosted):
             self.hosted = dict(sorted(self.hosted.items()))
 
@@ -57,7 +117,12 @@ class Loading:
         """A loader begins again where it is: what it held goes, what it had begun leads to nothing."""
         old = self.hosted[command.loader]
         old.turn.then = None
-        self.hosted[command.loader] = Hosted(old.loader.again(command.cursor, command.generation), old.reader, turn=old.turn)
+        self.hosted[command.loader] = self._hosting(old.loader.again(command.cursor, command.generation), old.reader, old.turn)
+
+    def _hosting(self, loader: Loader, reader: SourceReader, turn: Turn) -> Hosted:
+        if self._keeps:
+            loader.remember()
+        return Hosted(loader, reader, Shelf(keeps=self._keeps), turn)
 
     def close(self, number: int) -> None:
         self.hosted.pop(number, None)
@@ -68,11 +133,64 @@ class Loading:
         if len(left) < len(self._held_by):
             self.held, self._held_by = self.held.take(left), self._held_by[left]
 
+    # going back, and following
+
+    def acked(self, step: int) -> None:
+        """Every rank took the steps up to here: what is kept of them goes."""
+        if step > self._acked:
+            self._acked = step
+            for hosted in self.hosted.values():
+                hosted.acked(step)
+
+    def back(self, back: Back, open: Callable[[Opening], None]) -> list[Any]:
+        """Bring the named loaders to where they stood behind a step: in memory where it reaches so far, else opened afresh. Said again, it
+        changes nothing. Returns what they say and want then."""
+        if back.generation < self.generation:
+            return []
+        if back.generation > self.generation:
+            self.generation, self._step, self._acked = back.generation, back.step, min(self._acked, back.step)
+            self.held, self._held_by = NOTHING, np.zeros(0, np.int64)  # whoever plans from there on has passed over nothing
+        commands: list[Any] = []
+        for opening in back.openings:
+            hosted = self.hosted.get(opening.loader)
+            if hosted is None or hosted.shadow or hosted.loader.generation < opening.generation:
+                commands += self._stand(opening, open, back.step, shadow=False, afresh=back.afresh)
+        return commands
+
+    def follow(self, opening: Opening, open: Callable[[Opening], None]) -> list[Any]:
+        """Be a shadow of this loader, from a place of its stream on. One that was is brought there."""
+        hosted = self.hosted.get(opening.loader)
+        if hosted is not None and hosted.loader.generation >= opening.generation:
+            return []
+        step = self._step if hosted is None or hosted.loader.generation < self.generation else hosted.last  # its source was opened again
+        return self._stand(opening, open, step, shadow=True)
+
+    def pop_shadows(self, step: int, pops: Mapping[int, int]) -> tuple[dict[int, int], list[Any]]:
+        """What a step takes from loaders that are shadows here leaves them and goes nowhere. Returns the other pops, and what they want."""
+        commands: list[Any] = []
+        for hosted in (h for number in pops if (h := self.hosted[number]).shadow):
+            if step > hosted.last and hosted.loader.generation >= self.generation:  # else it was not told yet where to go on
+                commands += hosted.pop(step, pops[hosted.loader.number])[1]
+        return {number: n for number, n in pops.items() if not self.hosted[number].shadow}, commands
+
+    def _stand(
+        self, opening: Opening, open: Callable[[Opening], None], step: int, *, shadow: bool, afresh: bool = False
+    ) -> list[Any]:  # fmt: skip
+        """Bring a loader to where it stood behind a step; ``open`` opens it afresh."""
+        hosted = self.hosted.get(opening.loader)
+        commands = None if hosted is None or afresh else hosted.back(opening, step)
+        if commands is None:
+            open(opening)
+        self.hosted[opening.loader].shadow = shadow
+        return commands or []
+
+    # work
+
     def carry_out(self, command: Refill | Read | Evaluate) -> Sequence[Any]:
         hosted = self.hosted.get(command.loader)
         if hosted is None:  # it was moved away while this was on its way
             return ()
-        if not isinstance(command, Refill) and command.generation != hosted.loader.generation:
+        if not isinstance(command, Refill) and command.generation != hosted.loader.life:
             return ()  # wanted by a loader that has begun again since
         match command:
             case Refill():
@@ -85,7 +203,7 @@ class Loading:
 
     def _submit(self, what: str, hosted: Hosted, work: Callable[[], Any], urgent: bool, size: int = 1) -> None:
         turn, name = hosted.turn, f"{what} {hosted.reader.order.name}"
-        waits = what == "read" and getattr(hosted.reader.chunks, "store_metrics", None) is not None
+        waits = getattr(hosted.reader, "waits", None) if what == "read" else None
 
         def go() -> None:
             turn.working = True
@@ -109,7 +227,10 @@ class Loading:
             elif isinstance(outcome, tuple):
                 evaluated, payload = outcome
                 hosted.shelf.put(payload)
-                self._run(hosted.loader.handle(evaluated))
+                commands = hosted.loader.handle(evaluated)
+                if self._keeps:
+                    hosted.settle()
+                self._run(commands)
             else:
                 self._run(hosted.loader.handle(outcome))
 
@@ -123,11 +244,12 @@ class Loading:
         pieces: list[Content] = []
         commands: list[Any] = []
         for number, n in pops.items():
-            hosted = self.hosted[number]
-            pieces += hosted.shelf.pop(n)
-            commands += hosted.loader.handle(Pop(step, n))
+            found, wanted = self.hosted[number].pop(step, n)
+            pieces += found
+            commands += wanted
         if kept is None:
             return pieces, commands
+        self.acked(step)  # what is held over is not kept by step: such jobs read again
         pieces.insert(0, self.held)
         if all(p.items is None for p in pieces):  # images are left where they lie: they are most of the bytes
             pieces = [Content.concat(pieces)]
@@ -137,22 +259,28 @@ class Loading:
 
     def busy(self) -> list[str]:
         """What loaders are doing, in words."""
-        every = ((f"loader/{h.reader.order.name}/{number}", h.loader.doing) for number, h in self.hosted.items())
+        every = ((f"loader/{h.reader.order.name}/{number}", h.doing) for number, h in self.hosted.items() if not h.shadow)
         return [f"{name} is {doing}" for name, doing in every if doing not in ("idle", "done")]
 
     def held_bytes(self) -> dict[str, int]:
+        """What loaders hold, in bytes: ready, kept until it is acknowledged, raw rows, held over; and all that shadows hold."""
+        primary = [h for h in self.hosted.values() if not h.shadow]
         return {
-            "ready": sum(h.shelf.nbytes for h in self.hosted.values()),
-            "windows": sum(h.reader.stats.raw_bytes for h in self.hosted.values()),
+            "ready": sum(h.shelf.nbytes for h in primary),
+            "windows": sum(h.reader.stats.raw_bytes for h in primary),
             "held": self.held.nbytes,
+            "kept": sum(h.shelf.kept_bytes for h in primary),
+            "shadows": sum(h.nbytes for h in self.hosted.values() if h.shadow),
         }
 
     def figures(self) -> list[dict[str, Any]]:
         """What each loader does and has cost, as plain values."""
         return [
-            {"loader": number, "source": h.reader.order.name, "doing": h.loader.doing, "ready": h.loader.ready,
-             "ready_bytes": h.shelf.nbytes, "read_s": h.reader.stats.read_s, "transform_s": h.reader.stats.transform_s,
-             "store": getattr(h.reader.chunks, "store_metrics", None), "images": h.reader.stats.images,
+            {"loader": number, "source": h.reader.order.name, "doing": h.doing, "ready": h.loader.ready,
+             "ready_bytes": h.shelf.nbytes, "kept_bytes": h.shelf.kept_bytes, "shadow": h.shadow,
+             "read_s": h.reader.stats.read_s, "transform_s": h.reader.stats.transform_s,
+             "store": getattr(h.reader.chunks, "store_metrics", None),
+             "storage": getattr(h.reader.chunks, "storage_metrics", None), "images": h.reader.stats.images,
              "worker": isinstance(h.reader.stages, TransformWorker), "worker_pid": getattr(h.reader.stages, "pid", None)}
             for number, h in self.hosted.items()
         ]  # fmt: skip
@@ -160,7 +288,8 @@ class Loading:
     def check(self) -> None:
         for hosted in self.hosted.values():
             hosted.loader.check()
-            assert hosted.shelf.rows >= 0
+            assert hosted.shelf.rows == max(0, hosted.loader.ready), (hosted.shelf.rows, hosted.loader.state())
+            assert hosted.shadow or hosted.loader.ready >= 0, hosted.loader.state()
         assert len(self.held) == len(self._held_by)
 
 

@@ -12,9 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from overlord.errors import ActorLost, DataStall
+from overlord.runtime.carrier import Done, Waits
 
 log = logging.getLogger("overlord")
 
@@ -24,6 +26,8 @@ INLINE_S = 0.005
 TURN_S = 0.02  # short work may lead to more short work for ever: so long at a time
 SLOW_S = 0.020  # work done in the pump that took this long is not done there again soon
 WAITING = 32  # reads of stores at a time: they wait for answers, not for a core
+STUCK_S = 1.0  # a read that takes longer waits for storage: another thread takes its place
+TICK_S = 0.25  # between two looks at reads that are under way
 
 
 class Pump:
@@ -111,28 +115,47 @@ def _nothing() -> None:
     pass
 
 
-Done = Callable[[Any, BaseException | None], None]
-_Task = tuple[str, Callable[[], Any], Done, int]
+@dataclass(slots=True, eq=False)
+class _Task:
+    name: str
+    work: Callable[[], Any]
+    done: Done
+    size: int
+    waits: Waits | None = None
+    began: float = 0.0
+    over: bool = False  # its outcome was told, or is not wanted any more
 
 
 class _Lane:
-    """Daemon threads and the work before them; what a step waits for goes first. One more starts when all are busy, up to ``most``."""
+    """Daemon threads and the work before them; what a step waits for goes first. One more starts when all are busy, up to ``most``;
+    a thread whose read does not end does not count."""
 
     def __init__(self, name: str, most: int, run: Callable[[_Task], None]):
         self._name, self._most, self._run = name, most, run
         self._urgent, self._later = deque[_Task](), deque[_Task]()
         self._changed = threading.Condition()
-        self._idle = 0
+        self._idle = self._started = 0
         self._closed = False
         self._threads: list[threading.Thread] = []
+        self._under_way: set[_Task] = set()
 
     def put(self, task: _Task, urgent: bool) -> None:
         with self._changed:
             (self._urgent if urgent else self._later).append(task)
-            if len(self._urgent) + len(self._later) > self._idle and len(self._threads) < self._most and not self._closed:
-                self._threads.append(threading.Thread(target=self._loop, name=f"{self._name}-{len(self._threads)}", daemon=True))
-                self._threads[-1].start()
+            self._grow()
             self._changed.notify()
+
+    def _grow(self) -> None:
+        if len(self._urgent) + len(self._later) <= self._idle or self._closed:
+            return
+        if len(self._threads) < self._most or len(self._threads) < self._most + self._stuck():
+            self._started += 1
+            self._threads.append(threading.Thread(target=self._loop, name=f"{self._name}-{self._started - 1}", daemon=True))
+            self._threads[-1].start()
+
+    def _stuck(self) -> int:
+        now = time.monotonic()
+        return sum(task.waits is not None and now - task.began > STUCK_S for task in self._under_way)
 
     def _loop(self) -> None:
         while True:
@@ -144,8 +167,21 @@ class _Lane:
                 if self._closed:
                     return
                 task = (self._urgent or self._later).popleft()
+                task.began = time.monotonic()
+                self._under_way.add(task)
             self._run(task)
-            del task
+            with self._changed:
+                self._under_way.discard(task)
+                del task
+                if len(self._threads) > self._most + self._stuck():  # the one whose place this took is back
+                    self._threads.remove(threading.current_thread())
+                    return
+
+    def watch(self) -> list[_Task]:
+        """Reads under way that were to be looked after; where they are stuck, others get threads."""
+        with self._changed:
+            self._grow()
+            return [task for task in self._under_way if task.waits is not None]
 
     def close(self, timeout_s: float) -> None:
         """Stop taking work. A thread in the middle of a read is left to end by itself: it is a daemon."""
@@ -154,16 +190,17 @@ class _Lane:
             self._urgent.clear()
             self._later.clear()
             self._changed.notify_all()
-        for thread in self._threads:
+            threads = list(self._threads)
+        for thread in threads:
             if thread is not threading.current_thread():
-                thread.join(timeout_s / max(1, len(self._threads)))
+                thread.join(timeout_s / max(1, len(threads)))
 
 
 class ThreadExecutor:
     """A few threads for work, and more for reads that wait for a store: one that does not answer must not hold up the others.
 
     Work that has shown to be short is done at once, in the pump. Long work of the same name goes to the threads again as soon
-    as it is seen to be long; a read that waits for a disk is long.
+    as it is seen to be long. Reads of files are never done there: nobody knows that a disk or a mount will not hang.
     """
 
     def __init__(self, workers: int, pump: Pump, inline_s: float = INLINE_S):
@@ -172,17 +209,34 @@ class ThreadExecutor:
         self._seconds: dict[str, list[float]] = {}  # name -> seconds for a unit of its work, the last four times
         self._workers = _Lane("overlord-worker", workers, self._run)
         self._waiting = _Lane("overlord-store", max(workers, WAITING), self._run)
+        self._watch: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._telling = threading.Lock()
 
-    def submit(self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False, waits: bool = False) -> None:
+    def submit(
+        self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False, waits: Waits | None = None
+    ) -> None:
         # The least of four: waiting for the interpreter lock lengthens some, waiting for storage lengthens all.
-        if not waits and size * min(self._seconds.get(name, (1.0,))) < self._inline_s:
+        if waits is None and size * min(self._seconds.get(name, (1.0,))) < self._inline_s:
             outcome = self._do(name, work, size)
             if time.perf_counter() - self._pump.turn < TURN_S:
                 done(*outcome)
             else:  # others wait for the pump: what this leads to comes behind them
                 self._pump.post(lambda: done(*outcome))
             return
-        (self._waiting if waits else self._workers).put((name, work, done, size), urgent)
+        if waits is not None and self._watch is None:
+            self._watch = threading.Thread(target=self._look, name="overlord-watch", daemon=True)
+            self._watch.start()
+        lane = self._waiting if waits is not None and waits.many else self._workers
+        lane.put(_Task(name, work, done, size, waits), urgent)
+
+    def _look(self) -> None:
+        """Reads that never end are given up by somebody else than the thread that hangs in them."""
+        while not self._closed.wait(TICK_S):
+            for task in (*self._workers.watch(), *self._waiting.watch()):
+                assert task.waits is not None
+                if not task.over and (error := task.waits.overdue()) is not None:
+                    self._tell(task, None, error)
 
     def _do(self, name: str, work: Callable[[], Any], size: int) -> tuple[Any, BaseException | None]:
         start = time.perf_counter()
@@ -196,10 +250,16 @@ class ThreadExecutor:
             self._seconds[name] = [unit] * 4 if took > SLOW_S else [*self._seconds.get(name, [])[-3:], unit]
 
     def _run(self, task: _Task) -> None:
-        name, work, done, size = task
-        outcome, failure = self._do(name, work, size)
-        self._pump.post(lambda: done(outcome, failure))
+        self._tell(task, *self._do(task.name, task.work, task.size))
+
+    def _tell(self, task: _Task, outcome: Any, failure: BaseException | None) -> None:
+        """Once: what comes after a task was given up is dropped."""
+        with self._telling:
+            late, task.over = task.over, True
+        if not late:
+            self._pump.post(lambda: task.done(outcome, failure))
 
     def close(self, timeout_s: float = 0.5) -> None:
+        self._closed.set()
         self._workers.close(timeout_s / 2)
         self._waiting.close(timeout_s / 2)

@@ -16,6 +16,8 @@ from overlord.job import Job, did_you_mean
 from overlord.planner.schedulebase import learns
 from overlord.runtime import later
 
+SHADOWS = ("none", "heavy", "all")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -46,9 +48,9 @@ class Options:
     failover: bool = True  # False: a part that is lost ends the job
     lost_after_s: float = 15.0  # a part that answers nothing for so long is taken for dead, killed and replaced
     max_restarts: int = 3  # of one part without a step taken by all in between: then the job ends with what it died of
+    shadows: str = "none"  # loaders with a stand-by in another host: those of the sources that cost most ("heavy"), or "all"
     partition: str | None = None  # from here on: values other than these are still to come
     autoscale: bool = False
-    shadows: str = "none"
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Options:
@@ -70,7 +72,7 @@ class Options:
         for name in ("build_ahead", "read_ahead", "workers", "hosts", "constructor_hosts", "sources_per_host", "ring_bytes"):
             if (value := getattr(self, name)) is not None and (not _is_int(value) or value < 1):
                 found.append(f"{name}: wanted a whole number of at least 1, found {value!r}")
-        found += self._constructor_problems(job)
+        found += self._constructor_problems(job) + self._failover_problems(job)
         if self.cache_dir is not None and not isinstance(self.cache_dir, (str, Path)):
             found.append(f"cache_dir: wanted a directory, found {self.cache_dir!r}")
         if self.on_stall is not None and not callable(self.on_stall):
@@ -88,6 +90,22 @@ class Options:
         found = [f"loaders: unknown source {name!r}{did_you_mean(name, job.names)}" for name in self.loaders if name not in job.names]
         wrong = {name: n for name, n in self.loaders.items() if name in job.names and (not _is_int(n) or n < 1)}
         return found + [f"loaders: wanted a whole number of at least 1 for {name!r}, found {n!r}" for name, n in wrong.items()]
+
+    def _failover_problems(self, job: Job) -> list[str]:
+        found = [] if isinstance(self.failover, bool) else [f"failover: wanted True or False, found {self.failover!r}"]
+        after = self.lost_after_s
+        if isinstance(after, bool) or not isinstance(after, (int, float)) or not 0 < after < math.inf:
+            found.append(f"lost_after_s: wanted a number of seconds above 0, found {after!r}")
+        if not _is_int(self.max_restarts) or self.max_restarts < 0:
+            found.append(f"max_restarts: wanted a whole number of at least 0, found {self.max_restarts!r}")
+        if self.shadows not in SHADOWS:
+            known = did_you_mean(self.shadows, SHADOWS) if isinstance(self.shadows, str) else f"; there are {', '.join(SHADOWS)}"
+            found.append(f"shadows: wanted whose loaders have a stand-by, found {self.shadows!r}{known}")
+        elif self.shadows != "none" and not (self.failover and self.constructors):
+            found.append(f"shadows: {self.shadows!r} takes the place of what is lost, and without failover nothing does: leave it out")
+        elif self.shadows != "none" and (job.look_ahead > 1 or job.overflow == "defer"):
+            found.append(f"shadows: {self.shadows!r} is of no use with look_ahead or overflow='defer': there all loaders read again")
+        return found
 
     def _constructor_problems(self, job: Job) -> list[str]:
         if wrong := [name for name in ("constructors", "broadcast") if not isinstance(getattr(self, name), bool)]:

@@ -9,16 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from overlord.channel.seal import seal
-from overlord.constructor.assembler import BUILD_AHEAD
-from overlord.errors import ActorLost, JobError, OverlordError
+from overlord.errors import ActorLost, OverlordError
 from overlord.hooks import CONSTRUCTOR, LOADER, of_kind
 from overlord.messages import (
     Announce,
@@ -31,72 +29,63 @@ from overlord.messages import (
     Open,
     Opening,
     Refill,
-    Reopen,
+    Report,
+    SetMixture,
+    Skip,
+    SourceLost,
     Spoiled,
     Stage,
     StreamState,
 )  # fmt: skip
 from overlord.planner.cut import Cuts, Cutter, Imaging
-from overlord.planner.spec import NewSource
-from overlord.runtime.asked import Asked, Remote
-from overlord.runtime.bootstrap import Blueprint, SourceKit
-from overlord.runtime.constructorhost import ConstructorHost
-from overlord.runtime.control import Control
+from overlord.runtime.asked import Remote
+from overlord.runtime.bootstrap import Blueprint
+from overlord.runtime.control import Control, Handle
 from overlord.runtime.host import KeptPlans
-from overlord.runtime.hostactor import Settings
-from overlord.runtime.hosting import Hosting, load_of, plan_hosts
 from overlord.runtime.inside import InsideBox
-from overlord.runtime.loaderhost import LoaderHost
 from overlord.runtime.local import Pump
-from overlord.runtime.options import n_cores, ring_bytes
+from overlord.runtime.machine import Machine
+from overlord.runtime.moving import READ_AHEAD as READ_AHEAD
+from overlord.runtime.moving import Joining
+from overlord.runtime.recovering import START_S
 from overlord.runtime.sendable import sendable
+from overlord.runtime.starting import Recipes, Starter, hosting_of, n_constructors, settings_of
 
 log = logging.getLogger("overlord")
 
-READ_AHEAD = 8  # steps: hosts that work side by side are not equally fast at every step
-START_S = 120.0  # for a host to be there: it opens its sources first, and a store may be slow
-CORES_PER_CONSTRUCTOR = 16  # one builds a hundred million tokens a second; with several, loaders must sort payload by host
+TAKEN_S = 2.0  # for a constructor host to say how far a rank is
 
 
-def hosting_of(blueprint: Blueprint) -> Hosting:
-    """Loaders and loader hosts of a job, from what its index says."""
-    job, options = blueprint.job, blueprint.options
-    weights = [float(s.weight) for s in job.sources]
-    if isinstance(job.mixture, Mapping):
-        weights = [float(job.mixture.get(s.name, 0.0)) for s in job.sources]
-    total = sum(weights) or 1.0
-    loads = [
-        load_of(s, p, i, w / total, shuffle_chunks=job.shuffle_chunks, slice_rows=job.slice_rows)
-        for s, p, i, w in zip(job.sources, blueprint.pipelines, blueprint.indexes, weights, strict=True)
-    ]
-    return plan_hosts(
-        loads, cores=options.hosts or n_cores(), sources_per_host=options.sources_per_host, loaders=options.loaders,
-        together=bool(of_kind(job.hooks, LOADER)),
-    )  # fmt: skip
-
-
-class ProcessHost(Asked):
+class ProcessHost(Joining):
     """A planner, and remote loaders and constructors."""
 
-    def __init__(self, blueprint: Blueprint, state: StreamState | None, control: Control, pump: Pump, generation: int = 0):
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        state: StreamState | None,
+        control: Control,
+        pump: Pump,
+        generation: int = 0,
+        machine: Machine | None = None,
+        starter: Starter | None = None,
+    ):
         super().__init__(check=blueprint.options.check)
-        self.hosting = hosting_of(blueprint)
+        self._machine = machine or Machine()  # time and threads come from it alone: simulations have another
+        self.hosting = hosting_of(blueprint) if starter is None else starter.hosting
         blueprint = self.blueprint = blueprint.with_loaders(self.hosting.loaders, READ_AHEAD)
         self.planner = blueprint.planner(state)
+        self.fails_over = blueprint.options.failover and blueprint.options.constructors
+        self._keep_past(blueprint)
         self._control, self._pump, self._number = control, pump, generation
-        self._token = secrets.token_urlsafe(24)
+        self._token = secrets.token_urlsafe(24) if starter is None else starter.token
         self.plans = KeptPlans()
         self.on_stage: list[Callable[[Stage], None]] = []
+        self.on_lost: list[Callable[[SourceLost], None]] = []
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
-        self._settings = Settings(
-            name=blueprint.job.name, token=self._token, generation=generation,
-            workers=max(1, (blueprint.options.workers or n_cores()) // self.hosting.n_hosts),
-            open_files=max(1, blueprint.options.open_files // self.hosting.n_hosts), check=blueprint.options.check,
-            open_bytes=max(1, blueprint.options.open_bytes // self.hosting.n_hosts), ring_bytes=ring_bytes(blueprint.options),
-            build_ahead=blueprint.options.build_ahead or BUILD_AHEAD, broadcast=blueprint.options.broadcast,
-        )  # fmt: skip
         self._ranks = list(blueprint.job.place.buckets("DP"))
         self._constructor_of = np.arange(len(self._ranks)) % self._n_constructors()
+        settings = settings_of(blueprint, self.hosting, self._token, generation)
+        self._starter = starter or Recipes(control, lambda: self.blueprint, settings, self.hosting, self._constructor_of.tolist())
         self._bucket_of = {rank: b for b, ranks in enumerate(self._ranks) for rank in ranks}
         hooks = blueprint.job.hooks
         self._cutter = Cutter(
@@ -114,6 +103,7 @@ class ProcessHost(Asked):
         self._kits: dict[int, frozenset[int]] = {}  # sources that a loader host can open
         try:
             self._spawn()
+            self._watch_all()
         except BaseException:
             self.close()
             raise
@@ -121,32 +111,25 @@ class ProcessHost(Asked):
     # starting
 
     def _n_constructors(self) -> int:
-        return self.blueprint.options.constructor_hosts or min(len(self._ranks), max(1, n_cores() // CORES_PER_CONSTRUCTOR))
+        return n_constructors(self.blueprint)
 
     def _imaging(self) -> Imaging | None:
         job = self.blueprint.job
         return None if self.blueprint.images is None else Imaging(job.batch, job.document_multiple, self._ranks)
 
     def _start_constructors(self) -> None:
-        job, hooks = self.blueprint.job, of_kind(self.blueprint.job.hooks, CONSTRUCTOR)
         for c in range(int(self._constructor_of.max()) + 1):
-            buckets = {b: tuple(self._ranks[b]) for b in np.flatnonzero(self._constructor_of == c).tolist()}
-            self._constructors[c] = self._start(
-                ConstructorHost, c, self._settings, buckets, job.batch, job.document_multiple, hooks, self.blueprint.images,
-                name=f"constructor-host/{c}",
-            )  # fmt: skip
+            self._constructors[c] = self._watched(self._starter.constructor(c))
 
     def _spawn(self) -> None:
         """Constructor hosts first, since loader hosts connect to them; each kind together."""
-        job = self.blueprint.job
-        sendable(job.hooks, "hooks")
+        sendable(self.blueprint.job.hooks, "hooks")
         self._start_constructors()
-        kits = {i: self._kit(i) for i in range(len(job.sources))}
         asked = {c: self._control.call(remote.handle, "address") for c, remote in self._constructors.items()}
         self._addresses = {c: self._control.get(future, START_S) for c, future in asked.items()}
-        openings = self._openings(self.planner.state())
+        openings, sources = self._openings(self.planner.state()), range(len(self.blueprint.job.sources))
         for h in range(self.hosting.n_hosts):
-            self._start_loader_host(h, kits, [o for o in openings if self.hosting.host_of[o.loader] == h])
+            self._start_loader_host(h, sources, [o for o in openings if self.hosting.host_of[o.loader] == h])
         ready = [self._control.call(remote.handle, "do", []) for remote in self._loaders.values()]
         for future in ready:  # what is wrong with a source is said by launch, not by the first step
             self._control.get(future, START_S)
@@ -155,16 +138,14 @@ class ProcessHost(Asked):
         cursors = [Cursor(*c) for c in state.cursors.tolist()]
         return [o for i, cursor in enumerate(cursors) for o in self.blueprint.openings(i, cursor)]
 
-    def _start_loader_host(self, h: int, kits: Mapping[int, SourceKit], openings: Sequence[Opening], *, joined: bool = True) -> None:
-        job = self.blueprint.job
-        self._kits[h] = frozenset(kits)
-        self._loaders[h] = self._start(
-            LoaderHost, h, self._settings, kits, openings, self._addresses, of_kind(job.hooks, LOADER), job.seed, name=f"loader-host/{h}",
-            joined=joined,
-        )  # fmt: skip
+    def _start_loader_host(self, h: int, sources: Collection[int], openings: Sequence[Opening], *, joined: bool = True) -> None:
+        self._kits[h] = frozenset(sources)
+        linked = dict(self._addresses)
+        self._loaders[h] = self._watched(self._starter.loader_host(h, sources, openings, linked), joined=joined)
+        self._loaders[h].linked = linked
 
-    def _start(self, factory: Callable[..., Any], *args: Any, name: str, joined: bool = True) -> Remote:
-        remote = Remote(self._control.spawn(factory, *args, name=name), joined=joined)
+    def _watched(self, handle: Handle, *, joined: bool = True, incarnation: int = 0) -> Remote:
+        remote = Remote(handle, joined=joined, incarnation=incarnation)
         self._control.on_death(remote.handle, lambda handle, reason: self._pump.post(lambda: self._lost(remote, reason)))
         self._listen(remote, "events")
         return remote
@@ -181,7 +162,7 @@ class ProcessHost(Asked):
     # what comes in
 
     def _happened(self, remote: Remote, events: Sequence[Any]) -> None:
-        if self._closed:
+        if self._closed or remote.lost:
             return
         remote.asks = True
         self._hear(events)
@@ -194,13 +175,19 @@ class ProcessHost(Asked):
                 case ("taken", list(ranks), list(steps)):
                     for rank, step in zip(ranks, steps, strict=True):
                         self._took(rank, step)
+                case ("cut", str(name), str(reason), str(address)):
+                    self._cut_off(name, reason, address)
                 case Finish(error=ActorLost(name=name)) if (lost := self._named(name)) is not None:
-                    self._ask_how(lost, event)
+                    if self.fails_over:
+                        self._end_of(event)
+                    else:
+                        self._ask_how(lost, event)
                 case Finish() | Spoiled():
                     self._queue.append(event)
                 case _:
                     raise TypeError(f"a host tells of {event!r}")
         self.run()
+        self._was_taken()
 
     def _took(self, rank: int, step: int) -> None:
         if rank in self._attached:
@@ -227,6 +214,9 @@ class ProcessHost(Asked):
         remote.lost = reason
         if not remote.joined:
             return  # whoever prepares it hears of it
+        if self.fails_over:
+            self._miss(remote, reason)
+            return
         log.error("%s is lost: %s", remote.handle.name, reason)
         self.run(self.planner.handle(Finish(self.planner.next_step, ActorLost(remote.handle.name, reason))))
 
@@ -250,10 +240,24 @@ class ProcessHost(Asked):
             self.detach(rank)
 
     def consumed(self, ranks: Sequence[int], step: int) -> None:
-        """Constructor hosts tell it themselves."""
+        """Constructor hosts tell it themselves. What was said to one that died is heard here: who took a step may not look for the next
+        before others have theirs."""
+        if self.fails_over:
+            self.run([Consumed(rank, step) for rank in ranks if rank in self._attached and self.planner.took(rank) < step])
 
     def event(self, event: Any) -> None:
-        self.run(self.planner.handle(event))
+        if isinstance(event, Report):
+            self._note_report(event)
+        ended, commands = self.planner.ended, self._answered(event)
+        if isinstance(event, (SetMixture, Skip, SourceLost)) and ended is None:
+            self._note(event)
+        self.run(commands)
+
+    def report(self, report: Report) -> bool:
+        """Whether it comes in time for a plan."""
+        used = self.planner.in_time(report)
+        self.event(report)
+        return used
 
     def _constructor(self, rank: int) -> Remote:
         return self._constructors[int(self._constructor_of[self._bucket_of[rank]])]
@@ -262,77 +266,37 @@ class ProcessHost(Asked):
         """Where a rank's steps come from, and the token it takes; a constructor that is lost is said to be."""
         remote = self._constructor(rank)
         if remote.lost:
-            raise ActorLost(remote.handle.name, remote.lost)
+            raise self._starting(remote)
         c = int(self._constructor_of[self._bucket_of[rank]])
         return self._addresses[c], self._token
 
     def listen(self, host: str, token: str) -> None:
         """Clients in other processes are expected at this interface, and show the token they were given."""
-        asked = {c: self._control.call(remote.handle, "listen", host, token) for c, remote in self._constructors.items()}
+        self._listening = (host, token)  # first: those that are being started will be asked
+        there = {c: remote for c, remote in self._constructors.items() if not (remote.lost and self.fails_over)}
+        asked = {c: self._control.call(remote.handle, "listen", host, token) for c, remote in there.items()}
         self._outside = {c: self._control.get(future, START_S) for c, future in asked.items()}
 
     def outside(self, rank: int) -> tuple[str, str]:
         """The same for a client that came by the front door; it knows the token already."""
         self.address_for(rank)
-        return self._outside[int(self._constructor_of[self._bucket_of[rank]])], ""
+        found = self._outside.get(int(self._constructor_of[self._bucket_of[rank]]))
+        if found is None:
+            raise self._starting(self._constructor(rank))
+        return found, ""
+
+    def taken_by(self, rank: int) -> int:
+        """The last step that a client took, as its constructor host knows, which tells when the slowest has moved on. Not in the pump."""
+        remote = self._constructor(rank)
+        if remote.lost:
+            raise self._starting(remote)
+        taken: int = self._control.get(self._control.call(remote.handle, "taken", rank), TAKEN_S)
+        return taken
 
     def inbox(self, rank: int, next_step: int) -> InsideBox:
         """Where a client in this process gets its steps: from the constructor host, as any other."""
         prefetch = self.blueprint.options.prefetch
         return InsideBox(rank, lambda: self.address_for(rank), next_step=next_step, generation=self._number, prefetch=prefetch)
-
-    # sources that join, loaders that move
-
-    def _kit(self, i: int) -> SourceKit:
-        return sendable(self.blueprint.kit(i), f"source {self.blueprint.job.sources[i].name!r}")
-
-    def prepare_source(self, blueprint: Blueprint) -> int:
-        """A host of its own for a source that joins: code crosses only when a process starts. Returns its number."""
-        i, h = len(blueprint.job.sources) - 1, max(self._kits) + 1  # a number is used once: one that was dropped counts as lost
-        before, self.blueprint = self.blueprint, blueprint.with_loaders((*self.hosting.loaders, blueprint.loaders_of(i)), READ_AHEAD)
-        try:
-            self._start_loader_host(h, {i: self._kit(i)}, self.blueprint.openings(i, Cursor()), joined=False)
-            self._control.get(self._control.call(self._loaders[h].handle, "do", []), START_S)
-        except BaseException:
-            self.blueprint = before
-            self.drop_prepared(h)
-            raise
-        return h
-
-    def drop_prepared(self, h: int) -> None:
-        if (remote := self._loaders.pop(h, None)) is not None:
-            remote.lost = "not needed"
-            self._control.kill(remote.handle)
-
-    def add_source(self, new: NewSource, prepared: int, budget_bytes: int, joined: Callable[[], None] = lambda: None) -> None:
-        if (host := self._loaders[prepared]).lost:
-            raise ActorLost(host.handle.name, host.lost)
-        commands = self.planner.handle(new)
-        host.joined = True
-        n = new.source.loaders
-        self._cutter.add_loaders([prepared] * n)
-        self.hosting = replace(
-            self.hosting, loaders=(*self.hosting.loaders, n), host_of=(*self.hosting.host_of, *[prepared] * n), n_hosts=len(self._loaders)
-        )
-        for remote in list(self._loaders.values()):
-            remote.out.append(("budget", budget_bytes))
-        joined()
-        self.run(commands)
-
-    def move(self, source: int, hosts: Sequence[str]) -> None:
-        """Read a source elsewhere: its k-th loader on ``hosts[k % len(hosts)]``. The stream stays what it is."""
-        known = {remote.handle.name: h for h, remote in list(self._loaders.items()) if not remote.lost}
-        if unknown := [name for name in hosts if name not in known]:
-            raise JobError([f"no loader host is called {name!r}; there are {', '.join(known)}" for name in unknown], "move")
-        name = self.blueprint.job.names[source]
-        if strangers := [host for host in hosts if source not in self._kits.get(known[host], ())]:
-            problem = f"{name!r} joined after {strangers[0]} was started, and code crosses only when a process starts"
-            raise JobError([problem], "move")
-        if of_kind(self.blueprint.job.hooks, LOADER) and len(set(hosts)) > 1:
-            raise JobError([f"a loader hook is shown all that a step takes from {name!r}: its loaders stay on one host"], "move")
-        first = sum(self.hosting.loaders[:source])
-        self._moves = {first + k: known[hosts[k % len(hosts)]] for k in range(self.hosting.loaders[source])}
-        self.run(self.planner.handle(Reopen(source)))
 
     # carrying out
 
@@ -358,8 +322,12 @@ class ProcessHost(Asked):
         match command:
             case Refill(loader=loader):
                 self._host_of(loader).out.append(command)
+                if (shadow := self._cutter.shadow(loader)) is not None:
+                    self._loaders[shadow].out.append(command)
             case Announce() | Consumed() | Spoiled():
                 self._queue.extend(self.planner.handle(command))
+                if isinstance(command, Consumed):
+                    self._progress()
             case Stage():
                 self._stage(command)
             case Finish():
@@ -368,6 +336,8 @@ class ProcessHost(Asked):
                 self._cutter.forget(loaders)
                 for remote in list(self._loaders.values()):  # a source may be joining, in another thread
                     remote.out.append(command)
+            case SourceLost():
+                self._lose(command)
             case Open():
                 self._open(command)
             case _:
@@ -378,10 +348,15 @@ class ProcessHost(Asked):
 
     def _stage(self, stage: Stage) -> None:
         assert isinstance(stage.after, StreamState)
-        self.plans.keep(stage)
-        for watcher in self.on_stage:
-            watcher(stage)
-        self._send_cuts(self._cutter.cut(stage, seal(stage.after), self._served > 0))
+        step, ends = stage.plan.step, self.planner.finished
+        if (ends is not None and step >= ends.step) or (first := self._note_stage(stage)) is None:
+            return
+        if first:
+            self.plans.keep(stage)
+            for watcher in self.on_stage:
+                watcher(stage)
+        self._send_cuts(self._cutter.cut(stage, seal(stage.after), self._served > 0, self.past.acked))
+        self._mended(step)
 
     def _send_cuts(self, cuts: Cuts) -> None:
         for c, placed in cuts.placed.items():
@@ -397,15 +372,6 @@ class ProcessHost(Asked):
         for remote in self._constructors.values():
             remote.out.append(finish)
 
-    def _open(self, command: Open) -> None:
-        loader, host = command.loader, self._moves.pop(command.loader, self._cutter.host(command.loader))
-        if host != self._cutter.host(loader):
-            self._host_of(loader).out.append(("drop", loader))
-            self._cutter.move(loader, host)
-        source = int(np.searchsorted(np.cumsum(self.hosting.loaders), loader, side="right"))
-        opening = self.blueprint.openings(source, command.cursor)[loader - sum(self.hosting.loaders[:source])]
-        self._loaders[host].out.append(replace(opening, generation=command.generation))
-
     def broke(self, error: Exception) -> None:
         """The pump has stopped for good: constructor hosts tell their clients, who would else wait until they give up."""
         for remote in list(self._constructors.values()):
@@ -415,6 +381,7 @@ class ProcessHost(Asked):
 
     def close(self) -> None:
         self._closed = True
+        self._close_past()
         self._control.shutdown(1.0)
 
     def check(self) -> None:

@@ -11,11 +11,12 @@ from overlord.errors import PlanError
 from overlord.job import Job
 from overlord.observe.metrics import actors, added_up, job_metrics, loader_name
 from overlord.plan import LoadingPlan
+from overlord.runtime.engines import counted
 from overlord.sample import Buffer
 
 if TYPE_CHECKING:
     from overlord.client.client import Client
-    from overlord.messages import StreamState
+    from overlord.messages import SourceLost, StreamState
     from overlord.observe.explain import Explanation, Known
     from overlord.planner.dgraph import DGraph
     from overlord.runtime.bootstrap import Blueprint
@@ -35,15 +36,16 @@ class Questions:
     _start_state: StreamState
     _started: float
     _refused: int
+    _lost: dict[str, SourceLost]  # sources whose storage was given up, and that left
 
     def plan(self, step: int) -> LoadingPlan:
         """The plan of a recent step (the last 256 are kept)."""
         step = step_number("plan", step)
-        plans = self._pump.ask(lambda: {s.plan.step: s.plan for s in self._host.plans}, "the planner")
-        if step not in plans:
-            held = f"{min(plans)} to {max(plans)}" if plans else "none"
+        found, steps = self._pump.ask(lambda: (self._host.plans.of(step), self._host.plans.steps()), "the planner")
+        if not found:
+            held = f"{min(steps)} to {max(steps)}" if steps else "none"
             raise PlanError(f"step {step} is not planned yet, or no longer held", step, f"steps held: {held}")
-        return plans[step]
+        return found[-1].plan
 
     def graph(self, step: int) -> DGraph:
         """The graph of a planned step, with what strategies are not told: who read each sample, who builds each bucket."""
@@ -97,7 +99,9 @@ class Questions:
 
     def _metrics(self) -> dict[str, Any]:
         figures = self._host.figures()
-        found = job_metrics(self._host.planner, figures, self.job.names)
+        found = job_metrics(counted(self._host), figures, self.job.names)
+        for name, event in self._lost.items():
+            found["sources"].get(name, {})["lost"] = {"step": event.at, "reason": event.reason}
         return {
             **found,
             "uptime_s": time.monotonic() - self._started,
@@ -106,6 +110,9 @@ class Questions:
             "clients": {r: _client_row(c, figures.get("clients", {}).get(r, {})) for r, c in list(self._clients.items())},
             "actors": actors(figures, dict(self._clients)),
             "transfer": figures.get("transfer", {}),
+            "recoveries": figures.get("recoveries", []),
+            "shadows": figures.get("shadows", []),
+            "journal": figures.get("journal") or self._host.journal.figures(),
         }
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from overlord.channel.address import Address, is_loopback
+from overlord.channel.address import Address
 from overlord.channel.ring import Ring
-from overlord.client.client import Box, Inbox, State
-from overlord.errors import JobError, OverlordError
+from overlord.client.client import Box, State
+from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.messages import Stage
 from overlord.runtime.delivery import MOVED, Delivery, Outbox, Slabs
 from overlord.runtime.front import Elsewhere, FrontDoor, Seat, where_it_stands
+from overlord.runtime.resharding import not_in_the_mesh
 
 if TYPE_CHECKING:
     from overlord.messages import StreamState
@@ -56,6 +56,7 @@ class Serving:
         self._session = session
         self.ranks = frozenset(ranks)
         self.prefetch: int = session._options.prefetch
+        self._joined: set[int] = set()  # ranks that a change of the mesh brought
         self._left: set[int] = set()
         self.excused: frozenset[int] = frozenset()  # ranks that are served by a broadcast: they take no steps here, and may ask
         self._bind = host
@@ -70,7 +71,7 @@ class Serving:
         self._front = FrontDoor(self, self.delivery, token=token, host=host, port=port, ring=self._ring)
         self.served = Served(self._front.address, token)
 
-    def furnish(self, host: Any) -> None:
+    def furnish(self, host: Any, *, listen: bool = True) -> None:
         """New cores, before their first step."""
         with self._lock:
             self._afters, self._last = {}, -1
@@ -79,7 +80,8 @@ class Serving:
             host.building.slabs = Slabs(self._ring)
         else:
             host.on_taken = self.took
-            host.listen(self._bind, self.served.token)
+            if listen:
+                host.listen(self._bind, self.served.token)
 
     def again(self, host: str, port: int, token: str | None, ranks: Iterable[int] | None) -> Served:
         """Asked for a second time: there is one door, so what is asked for must be what there is, or nothing in particular."""
@@ -165,7 +167,9 @@ class Serving:
 
     def _seat(self, rank: int) -> Seat:
         if (seat := self._seat_or_none(rank)) is None:
-            raise OverlordError(f"the client of rank {rank} is closed")
+            place = self._session.job.place
+            gone = not_in_the_mesh(rank, place) if rank >= place.world_size else f"the client of rank {rank} is closed"
+            raise OverlordError(gone)
         return seat
 
     @property
@@ -225,6 +229,7 @@ class Serving:
         session = self._session
         self._seat(rank)
         session._begin()
+        self._catch_up(rank)
         with session._lock:
             seat, (joined, _) = self._seat(rank), session._inboxes[rank]
             generation = session._generation
@@ -233,7 +238,30 @@ class Serving:
         about: dict[str, Any] = {"job": session.job.name, "world_size": session.job.place.world_size, "prefetch": self.prefetch}
         about["constructors"] = session._options.constructors
         stalls = {"stall_warn_s": float(o.stall_warn_s), "stall_limit_s": float(o.stall_limit_s)}
-        return where_it_stands(state, generation, session._constructor_address(rank)) | about | stalls
+        return where_it_stands(state, generation, self._address(rank)) | about | stalls
+
+    def _catch_up(self, rank: int) -> None:
+        """A rank that comes again goes on behind the last step it took. Its constructor host tells of it when the slowest rank has
+        moved on, which may be later."""
+        session = self._session
+        with session._lock:
+            host, before = session._host, session._taken.get(rank, -1)
+        if not hasattr(host, "taken_by"):
+            return
+        try:
+            step = host.taken_by(rank)
+        except (ActorLost, DataStall) as fault:  # it is being replaced: what it alone knew is not known any more
+            log.debug("rank %d: %s", rank, fault)
+            return
+        if step > before and host is session._host:
+            self.took(rank, step)
+
+    def _address(self, rank: int) -> tuple[str, str]:
+        """Of the rank's constructor; empty while another is started in its place: its client asks again."""
+        try:
+            return self._session._constructor_address(rank)
+        except DataStall:
+            return "", ""
 
     def _current(self, rank: int, generation: Any) -> Box:
         """The rank's box, if the client is in the session's generation; else one that is no longer any."""
@@ -273,7 +301,7 @@ class Serving:
             seat = self._seat(rank)
             seat._inbox, seat._state = box, state
             generation = session._generation
-        return where_it_stands(state, generation, session._constructor_address(rank))
+        return where_it_stands(state, generation, self._address(rank))
 
     def _report(self, rank: int, request: Mapping[str, Any]) -> None:
         box = self._current(rank, request.get("generation"))
@@ -303,6 +331,21 @@ class Serving:
 
     # what else happens to a session
 
+    def expect(self, ranks: Iterable[int]) -> None:
+        """The mesh is another one: ranks that nobody had a client for may connect, and are waited for."""
+        session, expected = self._session, set(ranks)
+        if self.delivery is not None:
+            for rank in {*self.ranks, *self._joined} - expected:
+                self.delivery.forget(rank, not_in_the_mesh(rank, session.job.place))
+        self._joined |= expected
+        with session._lock:
+            for rank in expected:
+                if rank not in session._clients:
+                    self._left.discard(rank)
+                    session._clients[rank] = seat = Seat(rank, None, session._start_state)  # type: ignore[assignment]
+                    box = session._new_box(rank)
+                    session._inboxes[rank], seat._inbox = (session._generation, box), box
+
     def carry(self) -> None:
         """The whole session was moved to a state: connected clients go on there."""
         if self.delivery is not None:
@@ -313,77 +356,6 @@ class Serving:
         self._front.close(OverlordError("the session is closed"))
         if self._ring is not None:
             self._ring.close()
-
-
-class ServingMethods:
-    """The part of ``Session`` that serves."""
-
-    _serving: Serving | None
-
-    def serve(  # type: ignore[misc]
-        self: Session, host: str = "127.0.0.1", port: int = 0, token: str | None = None, ranks: Iterable[int] | None = None
-    ) -> Served:
-        """Let clients in other processes connect; print the result, and set it in their environment. Call it before the first step.
-
-        From here on all ranks (or ``ranks``) are expected, in this process or in others: planning begins with the first that
-        connects, and one that is missing holds up the others when the prefetch window is full. ``host``: of which interface;
-        the default can be reached from this machine only.
-        """
-        self._refuse_closed()
-        with self._lock:
-            if self._serving is not None:
-                return self._serving.again(host, port, token, ranks)
-            if self._begun:
-                raise OverlordError("serve: the first step was asked for already; call serve() before iterating a client")
-            wanted = sorted(set(_ranks(self.job.place, ranks)) - set(self._clients))
-            token = secrets.token_urlsafe(24) if token is None else token
-            if not isinstance(token, str) or not token:
-                raise JobError(["token: wanted a text that is not empty, or None for one that is made up"], "serve")
-            if not self._options.constructors and not is_loopback(host):
-                words = "without constructors payload goes to clients through shared memory, so they live on this machine: leave it out"
-                raise JobError([f"host: {words}"], "serve")
-            serving = self._serving = Serving(self, host=host, port=port, token=token, ranks=wanted)
-            serving.furnish(self._host)
-            for rank in wanted:
-                self._inboxes[rank] = (self._generation, self._new_box(rank))
-                self._clients[rank] = Seat(rank, self._inboxes[rank][1], self._start_state)  # type: ignore[assignment]
-            return serving.served
-
-    def _new_box(self: Session, rank: int) -> Any:  # type: ignore[misc]
-        """Where a rank's steps go; under the lock."""
-        if self._serving is not None and (rank not in self._clients or isinstance(self._clients[rank], Seat)):
-            return self._serving.box(rank, self._generation)
-        return self._host.inbox(rank, self._start_state.step)
-
-    def _take_seat(self: Session, rank: int) -> Box | None:  # type: ignore[misc]
-        """Under the lock: a client of this process takes a seat that nobody has taken yet, with all that is kept for it."""
-        seat = self._clients.get(rank)
-        if not isinstance(seat, Seat):
-            return None
-        if seat.peer:
-            raise OverlordError(
-                f"rank {rank} is served to a client of another process, {seat.peer}; open the clients of this process before serve()"
-            )
-        inbox: Box = self._host.inbox(rank, seat._state.step)
-        if isinstance(seat._inbox, Outbox) and isinstance(inbox, Inbox):
-            seat._inbox.hand_over(inbox)
-        del self._clients[rank]
-        return inbox
-
-    def _constructor_address(self: Session, rank: int) -> tuple[str, str]:  # type: ignore[misc]
-        """Where the steps of a connected rank come from, and the token it takes there; empty: the one it came with."""
-        assert self._serving is not None
-        if hasattr(self._host, "outside"):
-            found: tuple[str, str] = self._host.outside(rank)
-            return found
-        return self._serving.served.address, ""
-
-
-def _ranks(place: Any, ranks: Iterable[int] | None) -> list[int]:
-    wanted = list(range(place.world_size) if ranks is None else ranks)
-    if problems := [problem for rank in wanted if (problem := place.rank_problem(rank))]:
-        raise JobError(problems, "serve")
-    return wanted
 
 
 def _have(ranks: list[int]) -> str:

@@ -17,27 +17,31 @@ from overlord.errors import ActorLost, DataStall, JobError, OverlordError, State
 from overlord.hashing import digest
 from overlord.job import Job
 from overlord.messages import StreamState
-from overlord.planner.events import Log
+from overlord.planner.events import Log, lost
 from overlord.planner.schedulebase import learns
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.changes import Changes
 from overlord.runtime.delivery import MOVED
-from overlord.runtime.engines import Engine, make_engine
+from overlord.runtime.engines import Engine, make_engine, why_not
 from overlord.runtime.inside import InsideBox
-from overlord.runtime.later import LaterMethods
 from overlord.runtime.local import Pump
 from overlord.runtime.questions import Questions
-from overlord.runtime.serving import Serving, ServingMethods
+from overlord.runtime.resharding import Resharding, not_in_the_mesh
+from overlord.runtime.serves import ServingMethods
+from overlord.runtime.serving import Serving
+from overlord.runtime.written import UNWRITTEN, Beginning
 
 log = logging.getLogger("overlord")
 
 WHY_S = 1.0  # how long a client waits to be told why it waits
 
 
-class Session(Questions, Changes, ServingMethods, LaterMethods):
+class Session(Questions, Changes, ServingMethods, Resharding):
     """A running job. Use it as a context manager, or call ``close``."""
 
-    def __init__(self, job: Job, blueprint: Blueprint, state: StreamState | None, runtime: str = "local"):
+    def __init__(
+        self, job: Job, blueprint: Blueprint, state: StreamState | None, runtime: str = "local", beginning: Beginning | None = None
+    ):  # fmt: skip
         self.job, self._blueprint, self._runtime = job, blueprint, runtime
         self._blueprints = [blueprint]  # with each source that joined, one more: a state may be of before
         self._options = blueprint.options
@@ -58,12 +62,19 @@ class Session(Questions, Changes, ServingMethods, LaterMethods):
         self._warned = self._learns or not callable(job.mixture)
         self._started = time.monotonic()
         self._pump = Pump(job.name)
+        beginning = beginning or Beginning()
+        self.resumed, self._journal = beginning.resumed, beginning.journal
+        self._journal.start(self._pump.post)
         try:
-            self._host = make_engine(runtime, blueprint, state, self._pump)
+            self._host = make_engine(runtime, blueprint.floored(beginning.floor), state, self._pump)
+            self._host.on_lost.append(self._source_lost)
+            self._start_state = self._host.planner.state()
+            self._lost = {event.name: event for event in lost(self._start_state.events)}
+            beginning.write(self._host, blueprint)
         except BaseException:
             blueprint.close()
+            self._journal.close()
             raise
-        self._start_state = self._host.planner.state()
         self._pump.start(self._broke)
 
     def client(self, rank: int = 0) -> Client:
@@ -142,6 +153,8 @@ class Session(Questions, Changes, ServingMethods, LaterMethods):
             return f"the pump, which stopped: {self._pump.broken}"
         with self._lock:
             host, taken = self._host, dict(self._taken)
+        if missing := why_not(host):
+            return missing
 
         def act() -> str:
             for r, step in taken.items():  # what the pump was not told yet: who really is the slowest
@@ -177,21 +190,21 @@ class Session(Questions, Changes, ServingMethods, LaterMethods):
         """A state with the events and reports that came after its step was planned: prefetch runs ahead of what a trainer says."""
 
         def act() -> dict[str, Any]:
-            return blueprint.export(said.completed(_opened(state), blueprint.job.names))
+            return blueprint.export(said.completed(opened(state), blueprint.job.names))
 
         if not self._learns:
             return act()
         try:  # behind the reports that are on their way to the planner
             done: dict[str, Any] = self._pump.ask(act, "the planner")
             return done
-        except ActorLost:
+        except (ActorLost, DataStall):  # a planner that is away for long: what it has not heard is in no state
             return act()
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
         """Move the whole session to a saved state: every client goes on from there."""
         blueprint, restored = self._restore(state, allow)
         with self._moving:
-            self._restart(blueprint, restored, _mark_of(blueprint, restored), together=True)
+            self._restart(blueprint, restored, mark_of(blueprint, restored), together=True)
             if self._serving is not None:
                 self._serving.carry()
 
@@ -212,7 +225,7 @@ class Session(Questions, Changes, ServingMethods, LaterMethods):
     def _rewind(self, rank: int, state: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[Box, StreamState]:
         """One rank loads a state. The first opens a generation; the others join it, and must load the same state."""
         blueprint, restored = self._restore(state, allow)
-        mark = _mark_of(blueprint, restored)
+        mark = mark_of(blueprint, restored)
         with self._moving:
             if rank not in self._inboxes:
                 raise OverlordError(f"the client of rank {rank} is closed")
@@ -236,15 +249,17 @@ class Session(Questions, Changes, ServingMethods, LaterMethods):
         """New cores at a state; the old ones and all they hold are dropped. ``together``: all clients are moved there at once."""
         if self._closed:
             raise OverlordError("the session is closed")
-        old = self._host
+        old, boxes = self._host, dict(self._inboxes)
         old.close()
         self._blueprint.close()
-        for rank, (_, inbox) in list(self._inboxes.items()):
-            if not together or isinstance(self._clients.get(rank), Client):  # a connected one is carried over, and hears of nothing else
-                inbox.end(OverlordError(MOVED))
+        for _, inbox in boxes.values() if not together else ():
+            inbox.end(OverlordError(MOVED))
         try:
             self._pump.ask(lambda: old.stop(), "the old cores to stop")
+            old.journal = UNWRITTEN
             host = make_engine(self._runtime, blueprint, state, self._pump, self._generation + 1)
+            host.on_lost.append(self._source_lost)
+            self._pump.ask(lambda: Beginning(self._journal, anew=True).write(host, blueprint), "the journal")
             if self._serving is not None:
                 self._serving.furnish(host)
         except Exception as error:  # nothing is left to serve anyone: they are to know why
@@ -254,12 +269,18 @@ class Session(Questions, Changes, ServingMethods, LaterMethods):
             self._blueprint, self.job = blueprint, blueprint.given
             self._generation, self._mark, self._host = self._generation + 1, mark, host
             self._start_state, self._left = host.planner.state(), None
+            self._lost = {event.name: event for event in lost(self._start_state.events)}
             self._taken, self._told, self._log = {}, -1, Log(self.job.feedback_lag)
-            new = {rank: (self._generation if together else joined, self._new_box(rank)) for rank, (joined, _) in self._inboxes.items()}
-            self._inboxes = new
+            world = self.job.place.world_size
+            joined = {rank: self._generation if together else generation for rank, (generation, _) in boxes.items() if rank < world}
+            self._inboxes = {rank: (generation, self._new_box(rank)) for rank, generation in joined.items()}
+            left = {rank: self._clients.pop(rank) for rank in list(self._clients) if rank >= world}
             for rank, client in self._clients.items() if together else ():
-                client._inbox, client._state = new[rank][1], self._start_state
+                client._inbox, client._state = self._inboxes[rank][1], self._start_state
             begun = self._begun
+        for rank, (_, inbox) in boxes.items() if together else ():  # a connected one is carried over, and hears of nothing else
+            if isinstance(self._clients.get(rank) or left.get(rank), Client):
+                inbox.end(OverlordError(not_in_the_mesh(rank, self.job.place) if rank in left else MOVED), drop=True)
         if self._closed:  # while this was under way: what it closed was replaced
             self._close_parts()
             raise OverlordError("the session is closed")
@@ -288,6 +309,7 @@ class Session(Questions, Changes, ServingMethods, LaterMethods):
             inbox.end(OverlordError("the session is closed"))
         self._host.close()
         self._blueprint.close()
+        self._journal.close(self._told)
         if self._serving is not None:
             self._serving.close()
 
@@ -302,11 +324,11 @@ class Session(Questions, Changes, ServingMethods, LaterMethods):
         return f"Session({self.job!r}, {self._runtime}, {state})"
 
 
-def _opened(state: State) -> StreamState:
+def opened(state: State) -> StreamState:
     return state if isinstance(state, StreamState) else unseal(state)
 
 
-def _mark_of(blueprint: Blueprint, state: StreamState) -> str:
+def mark_of(blueprint: Blueprint, state: StreamState) -> str:
     """Equal states, equal marks, however they were written down. Reports are left out: those of one step are in the states of
     some ranks and not yet in those of others."""
     return digest(json.dumps(blueprint.export(replace(state, reports=())), sort_keys=True))

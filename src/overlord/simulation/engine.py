@@ -52,7 +52,7 @@ class VirtualExecutor:
         self._count += 1
         heapq.heappush(self._events, (self.now + after_s, self._count, call))
 
-    def submit(self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False, waits: bool = False) -> None:
+    def submit(self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False, waits: Any = None) -> None:
         def finish() -> None:
             try:
                 outcome = work()
@@ -62,6 +62,9 @@ class VirtualExecutor:
                 done(outcome, None)
 
         self.at(self.delay(self._delays.work_s), finish)
+
+    def close(self) -> None:
+        self._events.clear()
 
     def step(self) -> bool:
         if not self._events:
@@ -113,6 +116,9 @@ class _Rank:
     def end(self, error: Exception | None) -> None:
         self.ended, self.error = True, error
 
+    def resume(self) -> None:
+        self.ended, self.error = False, None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
@@ -143,6 +149,7 @@ class _Simulation:
         self._trainers = [_Rank(r) for r in (range(job.place.world_size) if ranks is None else ranks)]
         self._moves: list[Moved] = []
         self._host.on_stage.append(self._staged)
+        self._host.on_lost.append(lambda event: self._log.add(event, 0))
         for trainer in self._trainers:
             trainer.wake = partial(self._executor.at, 0.0, partial(self._wake, trainer))
             trainer.owes = [s for s in range(first - 2, first) if s >= 0]

@@ -1,12 +1,14 @@
 """Arrow IPC, file and stream format, as Hugging Face datasets writes it. A chunk is the whole file.
 
 A file's footer is not needed: after its mark it holds the stream, so one that was cut short is read up to the cut.
-Local files are mapped and pages that were read are given back, so that what is held is a slice and not a batch.
+Local files are mapped and pages that were read are given back, so that what is held is a slice and not a batch. A mapped page that
+cannot be had (the file was cut short, the mount fails) ends the process, where a read only fails: bytes are read before they are touched.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,20 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from overlord.sources import columns as cols
-from overlord.sources.base import NO_ROWS, BadFile, Chunks, File, RawSlice, ReadOptions, Unreachable, make_chunks, no_rows_chunk
+from overlord.sources.base import (
+    NO_ROWS,
+    BadFile,
+    Chunks,
+    File,
+    RawSlice,
+    ReadOptions,
+    Unreachable,
+    is_fault,
+    make_chunks,
+    no_rows_chunk,
+    short_read,
+)
+from overlord.sources.filefaults import UNDER_RUN
 from overlord.sources.files import BLOCK
 
 if TYPE_CHECKING:
@@ -23,6 +38,7 @@ if TYPE_CHECKING:
 MAGIC = b"ARROW1"
 END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
 GIVE_BACK_EVERY = 4  # slices
+MARGIN = 2**16  # bytes read on either side of where rows are expected
 _OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
 _BROKEN = (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError, EOFError)
 _REMEDY = "the file is cut short or no Arrow IPC file; write it again or leave it out"
@@ -72,6 +88,8 @@ class Arrow:
                     piece = item if isinstance(item, str) else item.slice(taken, step - n)
                     held.append(piece)
                     n, taken = n + (m := 1 if isinstance(piece, str) else piece.num_rows), taken + m
+                    if not isinstance(item, str) and at >= skip * step:
+                        opened.make_sure(item, taken - m, taken)
             if at >= skip * step:
                 yield _slice(at, held, options, True)
             else:
@@ -81,24 +99,59 @@ class Arrow:
 class Opened:
     """An open file: its reader, the map behind it if there is one, and whether its end is missing."""
 
-    def __init__(self, reader: Any, mapped: mmap.mmap | None, cut: bool):
+    def __init__(self, reader: Any, mapped: Mapped | None, cut: bool):
         self.reader, self.mapped, self.cut = reader, mapped, cut
         self.slices = 0
+
+    def make_sure(self, batch: pa.RecordBatch, first: int, stop: int) -> None:
+        """Raises if what these rows of a batch lie in cannot be read; to be asked before they are looked at."""
+        if self.mapped is not None:
+            self.mapped.make_sure(batch, first, stop)
 
     def give_back(self, size: int) -> None:
         """Lets pages go that were read; slices handed out are copies. Another read finds them in the page cache."""
         self.slices += 1
         if self.mapped is not None and self.slices % GIVE_BACK_EVERY == 0 and hasattr(mmap, "MADV_DONTNEED"):
-            self.mapped.madvise(mmap.MADV_DONTNEED)
+            self.mapped.pages.madvise(mmap.MADV_DONTNEED)
+
+
+class Mapped:
+    """A file in memory, and its descriptor: a read through it fails where touching a page would end the process."""
+
+    def __init__(self, file: File, stack: ExitStack):
+        self._fd, self._size = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC), file.size
+        stack.callback(os.close, self._fd)
+        self._scratch = memoryview(bytearray(BLOCK))
+        self.read(0, min(file.size, BLOCK))
+        self.read(max(0, file.size - BLOCK), file.size)
+        self.pages = mmap.mmap(self._fd, file.size, access=mmap.ACCESS_READ)
+        self.buffer = pa.py_buffer(self.pages)
+
+    def make_sure(self, batch: pa.RecordBatch, first: int, stop: int) -> None:
+        """Reads where these rows are, or about where if their values differ in length: that is known only from their pages."""
+        for column in batch.columns:
+            for buffer in column.buffers():
+                if buffer is None or not 0 <= (at := buffer.address - self.buffer.address) < self.buffer.size:
+                    continue  # it was unpacked, and lies elsewhere
+                a, b = buffer.size * first // batch.num_rows - MARGIN, buffer.size * stop // batch.num_rows + MARGIN
+                self.read(at + max(0, a), at + min(buffer.size, b))
+
+    def read(self, start: int, stop: int) -> None:
+        """Reads these bytes and drops them; they lie in the page cache then."""
+        if (found := os.fstat(self._fd).st_size) != self._size:
+            raise Unreachable(f"the file changed while it was read: wanted {self._size} bytes, found {found}", UNDER_RUN, "changed")
+        while start < stop:
+            if not (n := os.preadv(self._fd, [self._scratch[: stop - start]], start)):
+                raise short_read(self._size - start)
+            start += n
 
 
 def _open(files: Files, file: File, stack: ExitStack) -> Opened:
     """By the footer where there is one, else as a stream: what follows the mark of a cut file is one."""
-    mapped: mmap.mmap | None = None
+    mapped: Mapped | None = None
     if files.local:
-        with open(file.path, "rb") as raw:
-            mapped = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
-        source: Any = pa.BufferReader(pa.py_buffer(mapped))
+        mapped = Mapped(file, stack)
+        source: Any = pa.BufferReader(mapped.buffer)
     else:
         source = stack.enter_context(files.open(file))
     head, tail = source.read_at(8, 0), source.read_at(8, max(0, file.size - 8))
@@ -107,16 +160,16 @@ def _open(files: Files, file: File, stack: ExitStack) -> Opened:
         if head[:6] == MAGIC and tail[2:] == MAGIC:
             try:
                 return Opened(_named(pa.ipc.open_file(source, options=_OPTIONS)), mapped, False)
-            except Unreachable:
-                raise
-            except _BROKEN:
-                pass  # what a broken footer leads to may still be read in order
+            except _BROKEN as error:
+                if is_fault(error):
+                    raise
+                # what a broken footer leads to may still be read in order
         source.seek(8 if head[:6] == MAGIC else 0)
         reader = pa.ipc.open_stream(source, options=_OPTIONS)
         return Opened(_named(reader), mapped, head[:6] == MAGIC or tail != END_MARK)
-    except Unreachable:
-        raise
     except _BROKEN as error:
+        if is_fault(error):
+            raise
         files.check_readable(file)
         raise BadFile(f"wanted Arrow IPC, found a file that begins with {head!r}: {_first_line(error)}", _REMEDY) from error
 
@@ -136,9 +189,9 @@ def _batches(opened: Opened, files: Files, file: File, options: ReadOptions) -> 
             batch.validate()  # sizes of buffers; what is in them is checked slice by slice
             rows += batch.num_rows
             yield batch if options.columns is None else batch.select(list(options.columns))
-    except Unreachable:
-        raise
     except _BROKEN as error:
+        if is_fault(error):
+            raise
         files.check_readable(file)  # raises if the disk is at fault
         yield f"the Arrow data is broken: {_first_line(error)}"
         return

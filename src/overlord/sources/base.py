@@ -42,6 +42,15 @@ class Unreachable(OSError):
         return self.problem
 
 
+def is_fault(error: BaseException) -> bool:
+    """Whether storage is at fault and not the data: decoders raise OSError too, but only what the system said has an errno."""
+    return isinstance(error, Unreachable) or (isinstance(error, OSError) and error.errno is not None)
+
+
+def short_read(missing: int) -> Unreachable:
+    return Unreachable(f"a read ended {missing} bytes before the end of the file", "check the disk or the mount", "short read")
+
+
 @dataclass(frozen=True, slots=True)
 class File:
     """One file of a source, as the listing saw it. A change of size, time or version makes cached index entries stale."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -18,15 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overlord.errors import SourceError
-from overlord.sources.base import BadFile, File, Unreachable
-from overlord.sources.readahead import READ_AHEAD
-from overlord.sources.stores import Entry, Remote, Tally
+from overlord.sources.base import BadFile, File, Unreachable, short_read
+from overlord.sources.filefaults import UNDER_RUN, briefly, check_same
+from overlord.sources.patience import Tally
+from overlord.sources.readahead import READ_AHEAD, RangeFile
+from overlord.sources.stores import Entry, Remote
 from overlord.sources.uris import KNOWN, OBJECT_STORES, SCHEME, scrub, uri_problems
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.fs as pafs
 
+ODD, NOWHERE = "a pipe, socket or device", "a link that leads nowhere"
 BLOCK = 2**18  # bytes of one read; measured: 64 kB to 1 MB make no difference on a local disk
 
 
@@ -63,32 +66,38 @@ class Files:
     @property
     def read_ahead(self) -> int:
         """Bytes that an open file holds beside what its reader does."""
-        return READ_AHEAD if isinstance(self.fs, Remote) else 0
+        return 0 if self.fs is None or self.local else READ_AHEAD
 
     @property
-    def store_metrics(self) -> dict[str, Any] | None:
-        """What was asked of an object store this way: requests, bytes, retries, errors by kind."""
-        return self.fs.tally.metrics() if isinstance(self.fs, Remote) else None
+    def remote(self) -> bool:
+        """Whether this is an object store, which says with every read what it wants and tries again by itself."""
+        return isinstance(self.fs, Remote)
 
-    def counted(self) -> Files:
-        """The same way with counts of its own."""
-        return replace(self, fs=replace(self.fs, tally=Tally())) if isinstance(self.fs, Remote) else self
+    def counted(self, tally: Tally) -> Files:
+        """The same way for a job that runs: what is asked of a store is counted there."""
+        return replace(self, fs=replace(self.fs, tally=tally, patient=True)) if isinstance(self.fs, Remote) else self
 
     def open(self, file: File, ranges: Sequence[tuple[int, int]] = ()) -> pa.NativeFile:
         """A file for random access; a store is told the ``ranges`` that will be read. Reads release the interpreter lock."""
         assert self.fs is not None
-        return self.fs.open(file, ranges) if isinstance(self.fs, Remote) else self.fs.open_input_file(file.path)
+        if isinstance(self.fs, Remote):
+            return self.fs.open(file, ranges)
+        handle = self.fs.open_input_file(file.path)
+        return handle if self.local else _exactly(handle, file, ranges)
 
     def check_unchanged(self, file: File) -> None:
-        """Rows are found by offsets of the index, so a file of another size must not be read by them."""
+        """Rows are found by offsets of the index, so another file than the one that was indexed must not be read by them."""
         if self.fs is None or isinstance(self.fs, Remote):  # every read of a store says which version it wants
+            return
+        if self.local:
+            check_same(file)
             return
         info = self.fs.get_file_info(file.path)
         if not info.is_file:
-            raise BadFile("the file is gone since the source was indexed", "put it back, or start a new run without it")
+            raise Unreachable("the file is gone since the source was indexed", "put it back, or start a new run without it", "gone")
         if info.size != file.size:
             problem = f"the file changed since the source was indexed: wanted {file.size} bytes, found {info.size}"
-            raise BadFile(problem, "training data must not change under a run; restore the file, or start a new run")
+            raise Unreachable(problem, UNDER_RUN, "changed")
 
     def check_readable(self, file: File, start: int = 0, stop: int | None = None) -> None:
         """Reads the bytes and drops them: raises OSError if the disk or store is at fault and not the data.
@@ -103,6 +112,8 @@ class Files:
             left = (file.size if stop is None else min(stop, file.size)) - start
             while left > 0 and (block := handle.read_buffer(min(left, 2**22))).size:
                 left -= block.size
+        if left > 0:
+            raise short_read(left)
 
     def _expand(self, rest: str, name: str, source: str, suffixes: tuple[str, ...]) -> list[File]:
         assert self.fs is not None
@@ -125,10 +136,12 @@ class Files:
         depth = len(path.rstrip("/")) + 1
         # A plain .json beside data (dataset_info.json) describes it; name such files by a glob to read them as lines.
         suffixes = tuple(s for s in suffixes if s != ".json")
-        found = [
-            e.file for e in self._list(path, recursive=True)
-            if e.file and e.path.endswith(suffixes or "") and not any(p[0] in "._" for p in e.path[depth:].split("/") if p)
+        entries = [
+            e for e in self._list(path, recursive=True)
+            if e.path.endswith(suffixes or "") and not any(p[0] in "._" for p in e.path[depth:].split("/") if p)
         ]  # fmt: skip
+        _refuse_odd(entries, source)
+        found = [e.file for e in entries if e.file]
         if not found:
             wanted = f" that ends in {', '.join(suffixes)}" if suffixes else ""
             raise SourceError(source, f"the directory holds no file{wanted}", name, "names that start with '_' or '.' are ignored")
@@ -139,8 +152,9 @@ class Files:
         first = next(k for k, part in enumerate(parts) if _is_glob(part, is_uri))
         base = "/".join(parts[:first]) or "/"
         matches = re.compile(_glob_regex("/".join(parts[first:]), is_uri)).fullmatch
-        files = [e.file for e in self._list(base, recursive=first < len(parts) - 1) if e.file]
-        depth = len(base.rstrip("/")) + 1
+        entries, depth = self._list(base, recursive=first < len(parts) - 1), len(base.rstrip("/")) + 1
+        _refuse_odd([e for e in entries if matches(e.path[depth:])], source)
+        files = [e.file for e in entries if e.file]
         found = [f for f in files if f.path == pattern] or [f for f in files if matches(f.path[depth:])]
         if not found:
             seen = sorted(f.path[depth:] for f in files)
@@ -165,9 +179,12 @@ class Files:
         assert self.fs is not None
         if isinstance(self.fs, Remote):
             return self.fs.look(path)
-        info = self.fs.get_file_info(path)
+        fs = self.fs
+        info = briefly(lambda: fs.get_file_info(path))
         if info.type.name == "Unknown":
-            raise BadFile("wanted a file or a directory, found a pipe, socket or device")
+            raise BadFile(f"wanted a file or a directory, found {ODD}")
+        if info.type.name == "NotFound" and self.local and os.path.islink(path):
+            raise BadFile(f"wanted a file or a directory, found {NOWHERE}", "mend it")
         return None if info.type.name == "NotFound" else _entry(info)
 
     def _list(self, base: str, recursive: bool) -> list[Entry]:
@@ -176,7 +193,28 @@ class Files:
         assert self.fs is not None
         if isinstance(self.fs, Remote):
             return self.fs.list(base, recursive)
-        return [_entry(info) for info in self.fs.get_file_info(pafs.FileSelector(base, allow_not_found=True, recursive=recursive))]
+        fs = self.fs
+
+        def listed(path: str, deep: bool) -> list[Entry]:
+            selector = pafs.FileSelector(path, allow_not_found=True, recursive=deep)
+            return [_entry(info) for info in briefly(lambda: fs.get_file_info(selector))]
+
+        return _walk(base, recursive, lambda path: listed(path, False)) if self.local else listed(base, recursive)
+
+
+def _exactly(handle: pa.NativeFile, file: File, ranges: Sequence[tuple[int, int]]) -> pa.NativeFile:
+    """A file of a client's library (HDFS), which may give less than it was asked for: a decoder would take that for the end. The kernel
+    never does before the end of a file."""
+    import pyarrow as pa
+
+    def fetch(start: int, stop: int) -> memoryview:
+        handle.seek(start)
+        data = handle.read(stop - start)
+        if len(data) < stop - start:
+            raise short_read(stop - start - len(data))
+        return memoryview(data)
+
+    return pa.PythonFile(RangeFile(fetch, file.size, ranges, handle.close), mode="r")
 
 
 def _way_to(name: str, source: str) -> tuple[Files, str]:
@@ -218,7 +256,37 @@ def _filesystem(uri: str) -> tuple[Files, str]:
 
 
 def _entry(info: Any) -> Entry:
-    return Entry(info.path, File(info.path, info.size, info.mtime_ns or 0) if info.is_file else None)
+    found = File(info.path, info.size, info.mtime_ns or 0) if info.is_file else None
+    return Entry(info.path, found, ODD if info.type.name == "Unknown" else "")
+
+
+def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> list[Entry]:
+    """Directory by directory: links may lead around in circles, of which the library takes every turn, or nowhere: it does not say."""
+    found, left = list[Entry](), [(base, frozenset[tuple[int, int]]())]
+    while left:
+        path, above = left.pop()
+        if not os.path.isdir(path):
+            continue
+        stat = os.stat(path)
+        if (here := (stat.st_dev, stat.st_ino)) in above:
+            if any(part[0] in "._" for part in path[len(base) :].split("/") if part):
+                continue  # what is hidden is not read
+            raise BadFile(f"{path} is a link back to a directory that it lies in: the files there would be read twice", "remove the link")
+        entries = listed(path)
+        known = {e.path.rpartition("/")[2] for e in entries}
+        lost = [f"{path.rstrip('/')}/{name}" for name in os.listdir(path) if name not in known]
+        found += entries + [Entry(p, None, NOWHERE) for p in lost if os.path.islink(p) and not os.path.exists(p)]
+        if recursive:
+            left += [(e.path, above | {here}) for e in entries if e.file is None and not e.odd]
+    return found
+
+
+def _refuse_odd(entries: Sequence[Entry], source: str) -> None:
+    """What is meant to be data and cannot be read is not passed over: a link that leads nowhere is a file whose disk is not there."""
+    odd = sorted((e.path, e.odd) for e in entries if e.odd)
+    if odd:
+        more = f"; and {len(odd) - 1} more like it" if len(odd) > 1 else ""
+        raise SourceError(source, f"wanted a file, found {odd[0][1]}{more}", odd[0][0], "mend it, or leave it out of what is listed")
 
 
 def _is_glob(path: str, is_uri: bool) -> bool:
@@ -261,7 +329,7 @@ def _refuse_twice(found: Sequence[File], source: str, local: bool) -> None:
 def _same_inode(paths: Iterable[str]) -> list[tuple[str, str]]:
     seen: dict[tuple[int, int], str] = {}
     pairs = []
-    for path in paths:
+    for path in sorted(paths, key=lambda p: (len(p), p)):  # the plainest name first
         stat = os.stat(path)
         first = seen.setdefault((stat.st_dev, stat.st_ino), path)
         if first != path:

@@ -12,12 +12,14 @@ from itertools import count
 from threading import Lock
 from typing import Any
 
-from overlord.errors import SourceError
+from overlord.errors import SourceError, StorageError
 from overlord.sources import columns as cols
-from overlord.sources.base import BadFile, RawSlice, ReadOptions, Unreachable
+from overlord.sources.base import BadFile, File, RawSlice, ReadOptions, Unreachable
+from overlord.sources.filefaults import gave_up, why
 from overlord.sources.formats import FORMATS
 from overlord.sources.index import Index
 from overlord.sources.lru import Lru
+from overlord.sources.patience import CLOCK, SLACK_S, SLOW_S, Clock, Tally, deadline_s, persist
 from overlord.sources.uris import scrub
 
 
@@ -64,32 +66,52 @@ class HandleCache:
 
 
 HANDLES = HandleCache()
+STALLED = "the disk or the mount hangs; no data is skipped for it: resume when it answers"
 _READERS = count()
 
 
 class ChunkReader:
     """Slices of one source's chunks. Threads may share it; two of them at the same chunk are right, but slow."""
 
-    def __init__(self, index: Index, options: ReadOptions, cache: HandleCache | None = None):
+    def __init__(self, index: Index, options: ReadOptions, cache: HandleCache | None = None, clock: Clock = CLOCK):
         self.index, self.options = index, options
-        self._files = index.access.counted()
+        self.tally = Tally(index.source, clock)
+        self._files = index.access.counted(self.tally)
         self._format = FORMATS[index.format]
         self._cache = cache or HANDLES
         self._id = next(_READERS)
 
     def slice(self, chunk: int, t: int) -> RawSlice:
         """Slice t of a chunk: cheap if slice t-1 was the last one asked for. Past the end it is empty, with ``last``."""
+        file = self.index.files[self.file_of(chunk)]
+        try:
+            if self._files.fs is None or self._files.remote:
+                return self._slice(chunk, t, file)
+            return persist(lambda: self._checked(chunk, t, file), why, path=file.path, done="read", tally=self.tally, gave_up=gave_up)
+        except (OSError, ValueError) as error:  # BadFile and what Arrow raises are among the latter
+            raise self._error(file, error) from error
+
+    def _checked(self, chunk: int, t: int, file: File) -> RawSlice:
+        """What was read of a file that changed meanwhile is dropped, whether it makes sense or not."""
+        try:
+            found = self._slice(chunk, t, file)
+        except (OSError, ValueError) as error:
+            if not isinstance(getattr(error, "errno", None), int):  # not said by the system: what makes no sense may be another file's
+                self._files.check_unchanged(file)
+            raise
+        if self._files.local or found.bad:
+            self._files.check_unchanged(file)
+        return found
+
+    def _slice(self, chunk: int, t: int, file: File) -> RawSlice:
         key = (self._id, chunk)
         handle = self._cache.take(key)  # ours alone until it is put back
         if handle is not None and handle.next != t:
             handle.close()
             handle = None
-        try:
-            if handle is None:
-                handle = self._open(chunk, t)
-            found = next(handle.slices, None)
-        except (OSError, ValueError) as error:  # BadFile and what Arrow raises are among the latter
-            raise self._error(chunk, error) from error
+        if handle is None:
+            handle = self._open(chunk, t, file)
+        found = next(handle.slices, None)
         self._cache.count("reads")
         if found is None:
             return cols.slice_of(0, 0, cols.empty(0, self.options.columns), [], True)
@@ -101,10 +123,52 @@ class ChunkReader:
             self._cache.put(key, handle, held)
         return found
 
+    # what people ask, from other threads
+
+    @property
+    def waits(self) -> bool:
+        """Whether reading may wait for storage; rows of a Python object do not."""
+        return self._files.fs is not None
+
+    @property
+    def many(self) -> bool:
+        """Whether reads wait for answers rather than for a core."""
+        return self._files.remote
+
     @property
     def store_metrics(self) -> dict[str, Any] | None:
         """What this reader asked of an object store; None on a disk."""
-        return self._files.store_metrics
+        return self.tally.metrics() if self._files.remote else None
+
+    @property
+    def storage_metrics(self) -> dict[str, Any] | None:
+        """What went wrong with its storage: retries, errors by kind, seconds waited, reads given up."""
+        return self.tally.trouble() if self.waits else None
+
+    def doing(self) -> str:
+        """What is waited for, in words, once that takes long."""
+        if (attempt := self.tally.oldest()) is None:
+            return ""
+        seconds, seen = self.tally.clock.now() - attempt.began, attempt.seen
+        if seen:
+            return f"trying to read {attempt.path} for {seconds:.0f} s ({len(seen)} tries failed; the last: {seen[-1].text})"
+        return f"reading {attempt.path} for {seconds:.0f} s" if seconds >= SLOW_S else ""
+
+    def stalled(self) -> StorageError | None:
+        """Why a read that is under way is to be given up: nothing ends it, and its deadline has passed."""
+        if (attempt := self.tally.oldest()) is None:
+            return None
+        if self.tally.clock.now() - attempt.began < SLOW_S:
+            return None
+        # A request of a store is not cut off but ends by itself: it may take twice as long.
+        seconds, limit = attempt.idle_s(self.tally.clock), deadline_s() * (2 if self._files.remote else 1) + SLACK_S
+        if seconds < limit:
+            return None
+        problem = f"a read has not ended for {seconds:.1f} s" + (f"; before it: {attempt.seen[-1].text}" if attempt.seen else "")
+        self.tally.failed("stalled")
+        self.tally.gave_up()
+        self.tally.end(attempt)
+        return StorageError(self.index.source, problem, attempt.path, STALLED)
 
     def file_of(self, chunk: int) -> int:
         return int(self.index.chunks.file[chunk])
@@ -112,18 +176,18 @@ class ChunkReader:
     def close(self) -> None:
         self._cache.close(self._id)
 
-    def _open(self, chunk: int, t: int) -> Handle:
-        file = self.index.files[self.file_of(chunk)]
+    def _open(self, chunk: int, t: int, file: File) -> Handle:
         self._files.check_unchanged(file)
         self._cache.count("opens")
         if t:
             self._cache.count("reopens")
         return Handle(self._format.read(self._files, file, self.index.chunks, chunk, self.options, t), t)
 
-    def _error(self, chunk: int, error: OSError | ValueError) -> SourceError:
-        path = self.index.files[self.file_of(chunk)].path
-        if isinstance(error, (BadFile, Unreachable)):
-            return SourceError(self.index.source, error.problem, path, error.remedy)
+    def _error(self, file: File, error: OSError | ValueError) -> SourceError:
+        if isinstance(error, Unreachable):
+            return StorageError(self.index.source, error.problem, file.path, error.remedy)
+        if isinstance(error, BadFile):
+            return SourceError(self.index.source, error.problem, file.path, error.remedy)
         return SourceError(
-            self.index.source, f"cannot be read: {scrub(str(error))}", path, "check the disk or store; data is never skipped for it"
+            self.index.source, f"cannot be read: {scrub(str(error))}", file.path, "check the disk or store; data is never skipped for it"
         )

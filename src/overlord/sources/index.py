@@ -6,11 +6,11 @@ cannot be read or written costs time, never a job.
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,15 +21,20 @@ import numpy as np
 
 from overlord.errors import SourceError
 from overlord.hashing import digest
-from overlord.sources.base import BadFile, Chunks, File, Format, ReadOptions, Unreachable, concat_chunks, make_chunks
+from overlord.sources.base import BadFile, Chunks, File, Format, ReadOptions, Unreachable, concat_chunks, make_chunks, no_rows_chunk
 from overlord.sources.dataset import Factory, files_of, fingerprint_of
+from overlord.sources.filefaults import briefly
 from overlord.sources.files import Files
 from overlord.sources.formats import FORMATS, SUFFIXES, format_named, format_of
+from overlord.sources.sidebyside import At, SideBySide
 from overlord.sources.uris import scrub
+
+log = logging.getLogger("overlord")
 
 Progress = Callable[[int, int], None]
 FILES_PER_TASK = 16
 SHOWN = 20  # bad files that one error lists
+LISTING = 5  # deadlines that a listing may take: of a million files on a slow mount it does
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,29 +114,67 @@ def build_indexes(
     specs: Sequence[SourceSpec], *, cache_dir: str | Path | None = None, workers: int = 8, progress: Progress | None = None
 ) -> list[Index]:
     """All sources together, so that one large source and many small ones share the threads; ``progress(done, total)`` counts sources."""
-    cache = Path(cache_dir) if cache_dir is not None else None
-    with ThreadPoolExecutor(max(1, workers), "overlord-index") as pool:
-        started = list(pool.map(lambda spec: _start(spec, cache), specs))
-        works = [w for w in started if isinstance(w, _Work)]
-        tasks = [(w, batch) for w in works for batch in _missing(w)]
-        done, left = len(specs) - len({id(w) for w, _ in tasks}), Counter(id(w) for w, _ in tasks)
-        if progress:
-            progress(done, len(specs))
-        for work in pool.map(_look_at, tasks):
-            left[id(work)] -= 1
-            done += not left[id(work)]
-            if progress and not left[id(work)]:
-                progress(done, len(specs))
-        finished = list(pool.map(lambda w: w if isinstance(w, SourceError) else _finish(w), started))
+    cache, pool = Path(cache_dir) if cache_dir is not None else None, SideBySide(workers, "overlord-index")
+    started = pool.map(lambda spec, at: _start(spec, cache, at), specs)
+    works = [w for w in started if isinstance(w, _Work)]
+    _look_at_all(pool, [(w, batch) for w in works for batch in _missing(w)], len(specs), progress)
+    finished = pool.map(lambda w, at: w if isinstance(w, SourceError) else _finish(w), started)
     if errors := [e for e in finished if isinstance(e, SourceError)]:
         raise _one_error(errors)
     return [index for index in finished if isinstance(index, Index)]
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A source that left a job whose state is resumed: nothing of it is read, so it need not be there."""
+
+    fingerprint: str
+    chunks: int  # at least so many it had
+
+
+def build_some(specs: Sequence[SourceSpec], left: Mapping[str, Left], **how: Any) -> list[Index]:
+    """The same where some sources have left: those that are not there any more, or not as they were, have an index without files."""
+    built = {index.source: index for index in build_indexes([s for s in specs if s.name not in left], **how)}
+    for spec in specs:
+        if (gone := left.get(spec.name)) is None:
+            continue
+        try:
+            [index] = build_indexes([spec], **how)
+            problem = "" if index.fingerprint == gone.fingerprint else "its files are others than they were"
+        except SourceError as error:
+            problem = str(error)
+        if problem:
+            log.warning("source %r has left the job and is not needed, and it cannot be read: %s", spec.name, problem)
+            chunks = concat_chunks([no_rows_chunk()] * gone.chunks)
+            index = Index(spec.name, "jsonl", (), chunks, None, gone.fingerprint, Files(None))
+        built[spec.name] = index
+    return [built[spec.name] for spec in specs]
+
+
+def _look_at_all(pool: SideBySide, tasks: Sequence[tuple[_Work, list[File]]], n: int, progress: Progress | None) -> None:
+    left = Counter(id(work) for work, _ in tasks)
+    finished = n - len(left)
+
+    def done(work: _Work) -> None:
+        nonlocal finished
+        left[id(work)] -= 1
+        finished += not left[id(work)]
+        if progress and not left[id(work)]:
+            progress(finished, n)
+
+    if progress:
+        progress(finished, n)
+    pool.map(_look_at, tasks, done)
 
 
 def default_cache_dir() -> Path:
     """Where indexes are kept when nothing else is said: ``$OVERLORD_CACHE``, or the user's cache directory."""
     base = os.environ.get("OVERLORD_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "overlord")
     return Path(base) / "index"
+
+
+def shown(path: Any) -> str:
+    return str(path) if isinstance(path, (str, os.PathLike)) else f"{len(path)} paths"
 
 
 def is_held(path: Any) -> bool:
@@ -143,7 +186,7 @@ def is_held(path: Any) -> bool:
     return isinstance(path, Factory) or (hasattr(path, "__getitem__") and hasattr(path, "__len__"))
 
 
-def _start(spec: SourceSpec, cache: Path | None) -> _Work | SourceError:
+def _start(spec: SourceSpec, cache: Path | None, at: At) -> _Work | SourceError:
     """Listing, format and what the cache knows. Errors are values here: all sources are looked at before any is raised."""
     try:
         if is_held(spec.path):
@@ -153,6 +196,7 @@ def _start(spec: SourceSpec, cache: Path | None) -> _Work | SourceError:
             problem = f"wanted files, a dataset or a factory, found {type(spec.path).__name__}"
             return SourceError(spec.name, problem, remedy="a dataset needs __len__ and __getitem__")
         given = format_named(spec.format, spec.name) if spec.format else None
+        at(spec.name, shown(spec.path), LISTING)
         access, files = Files.resolve(spec.path, source=spec.name, suffixes=given.suffixes if given else SUFFIXES)
         fmt = given or format_of(files, spec.name)
         work = _Work(spec, fmt, access, files, _cache_file(cache, spec, fmt) if cache and fmt.indexed else None)
@@ -193,15 +237,16 @@ def _missing(work: _Work) -> list[list[File]]:
     return [left[k : k + FILES_PER_TASK] for k in range(0, len(left), FILES_PER_TASK)]
 
 
-def _look_at(task: tuple[_Work, list[File]]) -> _Work:
+def _look_at(task: tuple[_Work, list[File]], at: At) -> _Work:
     """Chunks of a few files; a bad one is noted, so that all bad files are reported together."""
     work, files = task
     fmt, access, options = work.format, work.access, work.spec.options
     for file in files:
+        at(work.spec.name, file.path, 2 if access.remote else 1)
         try:
-            work.parts[file.path] = fmt.chunks(access, file, options)
+            work.parts[file.path] = briefly(lambda f=file: fmt.chunks(access, f, options))  # type: ignore[misc]
             if file is work.files[0]:
-                work.schema = fmt.schema(access, file, options)
+                work.schema = briefly(lambda f=file: fmt.schema(access, f, options))  # type: ignore[misc]
             work.stale = True
         except (BadFile, Unreachable) as error:
             work.problems.append((file.path, error.problem, error.remedy))

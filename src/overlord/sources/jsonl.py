@@ -63,10 +63,10 @@ def _lines(handle: pa.NativeFile, file: File, chunks: Chunks, i: int, options: R
     unpack = _UNPACK.get(_suffix(file.path))
     if unpack is None:
         handle.seek(max(0, start - 1))
-        yield from split_lines(plain(handle), start, stop, limit, partial=start > 0)
+        yield from split_lines(plain(handle, file.size), start, stop, limit, partial=start > 0)
         return
     nothing = True
-    for line in split_lines(unpack(handle), 0, None, limit, partial=False):
+    for line in split_lines(unpack(handle, file.size), 0, None, limit, partial=False):
         nothing = False
         yield line
     if nothing:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from overlord.sources import columns as cols
-from overlord.sources.base import BadFile, Chunks, File, RawSlice, ReadOptions, Unreachable, make_chunks, no_rows_chunk
+from overlord.sources.base import BadFile, Chunks, File, RawSlice, ReadOptions, is_fault, make_chunks, no_rows_chunk
 from overlord.sources.lru import Lru
 from overlord.sources.readahead import joined
 
@@ -81,29 +81,35 @@ class Parquet:
         if skip * step >= rows:
             yield cols.slice_of(first + rows, 0, _blank(footer, options), [], True)
             return
-        done, reason = skip * step, ""
-        tables = _slices(files, file, footer, int(chunks.unit[i]), int(chunks.nbytes[i]), options, skip)
+        done, group, reason, looked_again = skip * step, int(chunks.unit[i]), "", False
+        tables = _slices(files, file, footer, group, int(chunks.nbytes[i]), options, skip)
         while done < rows and not reason:
             want = min(step, rows - done)
             try:
-                table = next(tables, None)
-                if table is None or table.num_rows != want:
-                    found = 0 if table is None else table.num_rows
-                    reason = f"row group {int(chunks.unit[i])} is corrupt: wanted {want} rows here, found {found}"
-                    break
-                table, bad = cols.sound(table, options.max_sample_bytes)
-            except Unreachable:
-                raise
+                table, bad = cols.sound(_next(tables, want), options.max_sample_bytes)
             except _BROKEN as error:
-                files.check_readable(file, *_byte_range(footer, int(chunks.unit[i]), file))  # raises if the disk is at fault
-                reason = f"row group {int(chunks.unit[i])} is corrupt: {_first_line(error)}"
-                break
+                if is_fault(error):
+                    raise
+                files.check_readable(file, *_byte_range(footer, group, file))  # raises if the disk is at fault
+                if looked_again:
+                    reason = f"row group {group} is corrupt: {_first_line(error)}"
+                    break
+                looked_again = True  # the disk may have been at fault for a moment
+                tables = _slices(files, file, footer, group, int(chunks.nbytes[i]), options, done // step)
+                continue
             done += want
             yield cols.slice_of(first + done - want, want, table, bad, done == rows)
         # The count of rows is known, so what cannot be decoded is still accounted for, row by row.
         for at in range(done, rows, step):
             n = min(step, rows - at)
             yield cols.lost(first + at, n, _blank(footer, options), reason, at + n == rows)
+
+
+def _next(tables: Iterator[pa.Table], want: int) -> pa.Table:
+    table = next(tables, None)
+    if table is None or table.num_rows != want:
+        raise ValueError(f"wanted {want} rows here, found {0 if table is None else table.num_rows}")
+    return table
 
 
 def _blank(footer: Any, options: ReadOptions) -> pa.Table:
@@ -118,10 +124,10 @@ def _slices(files: Files, file: File, footer: Any, group: int, nbytes: int, opti
         try:
             with _open(files, file, footer, joined(_byte_ranges(files, footer, group, options))) as reader:
                 whole = _select(reader.read_row_group(group, columns=_names(options), use_threads=False), options)
-        except Unreachable:
-            raise
-        except _BROKEN:
-            pass  # the other way may still give the rows before the broken page
+        except _BROKEN as error:
+            if is_fault(error):
+                raise
+            # the other way may still give the rows before the broken page
         else:
             if whole.num_rows <= step:
                 yield whole
@@ -172,9 +178,9 @@ def _footer(files: Files, file: File) -> Any:
         with pq.ParquetFile(handle, pre_buffer=False, **_LIMITS) as reader:
             footer = reader.metadata
             [f.name for f in footer.schema.to_arrow_schema()]  # fails here and not later where names or types make no sense
-    except Unreachable:
-        raise
     except _BROKEN as error:
+        if is_fault(error):
+            raise
         handle.seek(file.size - 4)
         found = handle.read(4)
         if found != b"PAR1":

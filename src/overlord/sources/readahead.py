@@ -33,8 +33,11 @@ class RangeFile:
 
     closed = False
 
-    def __init__(self, fetch: Callable[[int, int], memoryview], size: int, ranges: Sequence[tuple[int, int]] = ()):
-        self._fetch, self._size, self._at = fetch, size, 0
+    def __init__(
+        self, fetch: Callable[[int, int], memoryview], size: int, ranges: Sequence[tuple[int, int]] = (),
+        end: Callable[[], None] | None = None,
+    ):  # fmt: skip
+        self._fetch, self._size, self._at, self._end = fetch, size, 0, end
         self._ranges = sorted(ranges)
         self._most = max(RUNS, len(self._ranges))
         self._runs: list[_Run] = []  # the one used last stands last
@@ -69,6 +72,8 @@ class RangeFile:
     def close(self) -> None:
         self.closed = True
         self._runs.clear()
+        if self._end is not None:
+            self._end()
 
     def _get(self, start: int, stop: int) -> memoryview:
         run = next((r for r in self._runs if r.start <= start <= r.stop), None)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from overlord.sources.base import Unreachable
+from overlord.sources.patience import FEW, FOR_EVER, Failure, kinds_in_words, tries_in_words
 from overlord.sources.uris import scrub
 
-FOR_EVER = 10**9  # tries: only the deadline ends them
-FEW = 3  # tries of what a faulty proxy does once and a wrong set-up always
 _STATUS = re.compile(r"status code: (\d{3})(?: ([A-Za-z -]+))?")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _KIND = re.compile(r"\bkind: (\w+)")
@@ -29,7 +27,6 @@ _SHOWN = 300  # letters of a library's text
 
 _UNDER_RUN = "training data must not change under a run; restore it, or start a new run"
 _KEYS = "check the keys and what they may do; they come from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, ...)"
-_BUSY = "the store is busy, down or cannot be reached; no data is skipped for it: resume when it answers"
 _RANGES = "something between here and the store does not serve ranges of objects; read from the store itself"
 
 
@@ -39,16 +36,6 @@ class WrongAnswer(Exception):
     def __init__(self, kind: str, problem: str):
         super().__init__(kind, problem)
         self.kind, self.problem = kind, problem
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """One failed request. ``text`` holds no secret."""
-
-    kind: str  # as counted: a status, or a word
-    text: str
-    remedy: str = _BUSY
-    tries: int = FOR_EVER
 
 
 def why(error: Exception) -> Failure:
@@ -81,6 +68,12 @@ def why(error: Exception) -> Failure:
     return Failure(type(error).__name__, shown, tries=FEW)
 
 
+def in_mid_run(error: Exception) -> Failure:
+    """The same while a job runs: an object was there when it was indexed, so it may come back, and keys may be renewed."""
+    found = why(error)
+    return replace(found, tries=FOR_EVER) if found.kind in ("gone", "changed", "denied") else found
+
+
 def _by_status(status: int, code: str, shown: str) -> Failure:
     if status in (408, 429) or (status >= 500 and status != 501) or code in _PASSING:
         return Failure(str(status), shown)
@@ -105,15 +98,12 @@ def _wrong(error: WrongAnswer) -> Failure:
 
 def gave_up(path: str, done: str, seen: Sequence[Failure], took_s: float) -> Unreachable:
     """The error for what was tried: what, how often, for how long, what came of it, what to do."""
-    last = seen[-1]
+    last, tried = seen[-1], tries_in_words(seen, took_s)
     if last.kind == "gone":
-        return Unreachable(f"the object is gone or was never there ({last.text})", last.remedy, last.kind)
+        return Unreachable(f"the object is gone or was never there ({last.text}){tried}", last.remedy, last.kind)
     if last.kind == "changed":
-        return Unreachable(f"the object changed since it was indexed ({last.text})", last.remedy, last.kind)
-    tried = f" after {len(seen)} tries in {took_s:.1f} s" if len(seen) > 1 else ""
-    counts = ", ".join(f"{kind} x{n}" for kind, n in Counter(f.kind for f in seen).items())
-    problem = f"could not be {done}{tried}: {last.text}" + (f" (seen: {counts})" if len(seen) > 1 else "")
-    return Unreachable(problem, last.remedy, last.kind)
+        return Unreachable(f"the object changed since it was indexed ({last.text}){tried}", last.remedy, last.kind)
+    return Unreachable(f"could not be {done}{tried}: {last.text}" + kinds_in_words(seen), last.remedy, last.kind)
 
 
 def _shown(text: str) -> str:

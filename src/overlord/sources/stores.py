@@ -8,61 +8,25 @@ wants and is checked for version, place and length; what fails is tried again un
 from __future__ import annotations
 
 import os
-import random
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache, partial
 from hashlib import blake2b
-from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from overlord.sources.base import File, Unreachable
-from overlord.sources.storefaults import Failure, WrongAnswer, gave_up, why
+from overlord.sources.patience import Failure, Tally, deadline_s, persist, seconds_of
+from overlord.sources.storefaults import WrongAnswer, gave_up, in_mid_run, why
 from overlord.sources.uris import options_of, scrub
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 T = TypeVar("T")
-DEADLINE_S = (
-    120.0  # of one read or listing with all its retries: long enough for a store's bad minute, shorter than a collective's time-out
-)
 TIMEOUT_S = 20.0  # without a byte
 CONNECT_S = 5.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "OVERLORD_STORE_", "HTTP_", "HTTPS_", "ALL_PROXY", "NO_PROXY", "SSL_CERT")
-
-
-class Tally:
-    """What one source asked of its store. Counted in the process that asked."""
-
-    def __init__(self) -> None:
-        self.requests = self.bytes = self.retries = 0
-        self.errors: Counter[str] = Counter()
-        self._lock = Lock()
-
-    def __reduce__(self) -> tuple[type[Tally], tuple[()]]:
-        return Tally, ()  # another process counts for itself
-
-    def asked(self, again: bool) -> None:
-        with self._lock:
-            self.requests += 1
-            self.retries += again
-
-    def got(self, nbytes: int) -> None:
-        with self._lock:
-            self.bytes += nbytes
-
-    def failed(self, kind: str) -> None:
-        with self._lock:
-            self.errors[kind] += 1
-
-    def metrics(self) -> dict[str, Any]:
-        with self._lock:
-            return {"requests": self.requests, "bytes": self.bytes, "retries": self.retries, "errors": dict(self.errors)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +35,7 @@ class Entry:
 
     path: str
     file: File | None
+    odd: str = ""  # what it is, if neither
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +46,7 @@ class Remote:
     region: str = ""
     anonymous: bool = False
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
+    patient: bool = field(default=False, compare=False, repr=False)  # a job runs: objects that went or changed may come back
 
     @staticmethod
     def of(uri: str) -> tuple[Remote, str]:
@@ -174,28 +140,13 @@ class Remote:
                 raise WrongAnswer("short body", f"wanted {stop - start} bytes, found {len(data)}")
             return data
 
-        return self._persist(file.path, f"read (bytes {start} to {stop})", once, stop - start)
+        return self._persist(file.path, f"read (bytes {start} to {stop})", once, stop - start, self.patient)
 
-    def _persist(self, path: str, done: str, once: Callable[[], T], nbytes: int = 0) -> T:
+    def _persist(self, path: str, done: str, once: Callable[[], T], nbytes: int = 0, patient: bool = False) -> T:
         """Calls until it works, the failure is one that lasts, or the deadline passes. What is raised holds no secret."""
-        began, seen, limit = time.monotonic(), list[Failure](), _seconds("OVERLORD_STORE_DEADLINE_S", DEADLINE_S)
-        while True:
-            self.tally.asked(again=bool(seen))
-            failure: Failure
-            try:
-                result = once()
-                self.tally.got(nbytes)
-                return result
-            except Exception as error:
-                failure = why(error)
-            # Outside of the except clause: the library's error, which may quote a signed request, must not ride along.
-            seen.append(failure)
-            self.tally.failed(failure.kind)
-            pause = min(FIRST_PAUSE_S * 2 ** min(len(seen) - 1, 20), LONGEST_PAUSE_S) * (0.5 + random.random() / 2)
-            took = time.monotonic() - began
-            if sum(f.kind == failure.kind for f in seen) >= failure.tries or took + pause >= limit:
-                raise gave_up(path, done, seen, took)
-            time.sleep(pause)
+        result = persist(once, in_mid_run if patient else why, path=path, done=done, tally=self.tally, gave_up=gave_up)
+        self.tally.got(nbytes)
+        return result
 
     def _client(self) -> Any:
         given = sorted((k, v) for k, v in os.environ.items() if k.upper().startswith(_ENVIRONMENT))
@@ -221,8 +172,8 @@ def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any
     config |= {"skip_signature": True} if anonymous else _profile(root)
     plain = any(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "ALLOW_HTTP"))
     options = {
-        "allow_http": plain, "connect_timeout": f"{CONNECT_S}s", "read_timeout": f"{_seconds('OVERLORD_STORE_TIMEOUT_S', TIMEOUT_S)}s",
-        "timeout": f"{_seconds('OVERLORD_STORE_DEADLINE_S', DEADLINE_S)}s", "user_agent": "overlord",
+        "allow_http": plain, "connect_timeout": f"{CONNECT_S}s", "read_timeout": f"{seconds_of('OVERLORD_STORE_TIMEOUT_S', TIMEOUT_S)}s",
+        "timeout": f"{deadline_s()}s", "user_agent": "overlord",
     }  # fmt: skip
     failure: Failure
     try:
@@ -246,17 +197,6 @@ def _profile(root: str) -> dict[str, Any]:
     except Exception as error:
         problem, remedy = f"AWS_PROFILE: {scrub(str(error))}", "name a profile of your AWS configuration, or set AWS_ACCESS_KEY_ID"
     raise Unreachable(problem, remedy, "setup")
-
-
-def _seconds(variable: str, otherwise: float) -> float:
-    given = os.environ.get(variable, "")
-    try:
-        value = float(given) if given else otherwise
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise Unreachable(f"{variable}: wanted a number of seconds above 0, found {given!r}", "mend the environment", "setup")
-    return value
 
 
 def _version(file: File) -> str:

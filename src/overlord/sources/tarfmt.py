@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from overlord.sources.base import short_read
 from overlord.sources.files import BLOCK
 
 if TYPE_CHECKING:
@@ -52,10 +53,13 @@ class Cursor:
         if skip >= 0 and skip + n <= len(self._piece):
             return self._piece[skip : skip + n]
         self._handle.seek(offset)
+        data = self._handle.read(max(n, BLOCK))
+        if (missing := min(offset + max(n, BLOCK), self.size) - offset - len(data)) > 0:
+            raise short_read(missing)
         if n >= BLOCK:
-            return self._handle.read(n)
-        self._at, self._piece = offset, self._handle.read(BLOCK)
-        return self._piece[:n]
+            return data
+        self._at, self._piece = offset, data
+        return data[:n]
 
 
 def members(cursor: Cursor) -> Iterator[Member]:

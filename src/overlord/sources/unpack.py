@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from overlord.sources.base import short_read
 from overlord.sources.files import BLOCK
 
 if TYPE_CHECKING:
@@ -24,15 +25,18 @@ class Line(NamedTuple):
     problem: str = ""  # why it cannot be used
 
 
-def plain(handle: pa.NativeFile) -> Iterator[bytes]:
+def plain(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
+    """The bytes of a file from where it stands. An end before its end is a fault of storage: data that are cut short have their size."""
     while block := handle.read(BLOCK):
         yield block
+    if (at := handle.tell()) < size:
+        raise short_read(size - at)
 
 
-def gunzip(handle: pa.NativeFile) -> Iterator[bytes]:
+def gunzip(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
     """The text of a .gz file, members one after another."""
     unpacker, inside = zlib.decompressobj(31), False
-    while data := handle.read(BLOCK):
+    for data in plain(handle, size):
         while data:
             if unpacker.eof:
                 unpacker, inside = zlib.decompressobj(31), False
@@ -69,12 +73,12 @@ def _salvage(unpacker: zlib._Decompress, data: bytes) -> Iterator[bytes]:
         yield out
 
 
-def unzstd(handle: pa.NativeFile) -> Iterator[bytes]:
+def unzstd(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
     """The text of a .zst file, frames one after another."""
     import zstandard  # an extra; without it the index refuses the file
 
     unpacker, inside = zstandard.ZstdDecompressor().decompressobj(), False
-    while block := handle.read(BLOCK):
+    for block in plain(handle, size):
         for at in range(0, len(block), ZSTD_FEED):
             data = block[at : at + ZSTD_FEED]
             while data:

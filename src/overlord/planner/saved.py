@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from overlord.messages import AddSource, Report, SetMixture, Skip
+from overlord.messages import AddSource, Report, SetMixture, Skip, SourceLost
 from overlord.planner.events import Event
+
+EACH = ("files", "transforms", "reading")  # parts of a fingerprint that every source has
 
 
 def event_out(event: Event) -> dict[str, Any]:
@@ -14,6 +17,8 @@ def event_out(event: Event) -> dict[str, Any]:
         return {"event": "set_mixture", "at": event.at, "weights": dict(event.weights)}
     if isinstance(event, AddSource):
         return {"event": "add_source", "at": event.at, "name": event.name, "fingerprint": event.fingerprint}
+    if isinstance(event, SourceLost):
+        return {"event": "source_lost", "at": event.at, "name": event.name, "reason": event.reason}
     return {"event": "skip", "steps": list(event.steps)}
 
 
@@ -22,6 +27,8 @@ def event_in(saved: Mapping[str, Any]) -> Event:
         return SetMixture(int(saved["at"]), {str(k): float(v) for k, v in saved["weights"].items()})
     if saved["event"] == "add_source":
         return AddSource(int(saved["at"]), str(saved["name"]), str(saved["fingerprint"]))
+    if saved["event"] == "source_lost":
+        return SourceLost(int(saved["at"]), str(saved["name"]), str(saved["reason"]))
     return Skip(tuple(int(s) for s in saved["steps"]))
 
 
@@ -39,3 +46,27 @@ def reports_in(saved: Mapping[str, Mapping[str, Mapping[str, float]]]) -> tuple[
         for step, ranks in sorted(saved.items(), key=lambda item: int(item[0]))
         for rank, metrics in sorted(ranks.items(), key=lambda item: int(item[0]))
     )
+
+
+def fingerprint_out(parts: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """The parts of a fingerprint with what most sources have in common said once: of hundreds all but the files are mostly alike."""
+    out = dict(parts)
+    for part in EACH:
+        own = [f"source {name}: {part}" for name in names]
+        values = Counter(parts[key] for key in own if key in parts)
+        if not values or values.total() < len(own):
+            continue
+        common, n = values.most_common(1)[0]
+        if n > 1:
+            out = {key: value for key, value in out.items() if key not in own or value != common}
+            out[f"each source: {part}"] = common
+    return out
+
+
+def fingerprint_in(saved: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """All parts, each source's spelled out."""
+    out = {part: value for part, value in saved.items() if part not in {f"each source: {one}" for one in EACH}}
+    for part in EACH:
+        if (common := saved.get(f"each source: {part}")) is not None:
+            out = {f"source {name}: {part}": common for name in names} | out
+    return out

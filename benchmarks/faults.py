@@ -1,0 +1,155 @@
+"""Fetch time of every step while parts are killed (the Overlord paper, arXiv 2504.09844, figure 16), beside an undisturbed run.
+
+    python benchmarks/faults.py [--loaders 64] [--steps 60] [--step-s 0.3] [--quick] [--save]
+
+Each loader is a process of its own. A trainer of two ranks takes a step, which costs it ``--step-s``, and asks for the next; what it waits
+is the fetch time. The planner is killed every 15 steps at prefetch 2 and 4; eight loaders are killed together at step 35, once read
+again from files and once with shadows. Every run must deliver, to the byte, what an undisturbed run in one process delivers.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+import overlord as ov
+from corpus import default_folder, make_corpus
+from overlord.drill.delivered import compare
+from overlord.drill.faults import parse_faults
+from overlord.drill.run import Drill, Outcome, disturbed, undisturbed
+from overlord.observe.svg import Line, lines, series_color
+from page import command_line, machine, markdown_table, progress, save, shown_table, wide_console
+
+WARM_UP = 5  # steps
+HEAD = [
+    "run",
+    "prefetch",
+    "kills",
+    "median ms",
+    "p99 ms",
+    "longest ms",
+    "steps over undisturbed p99",
+    "back after s (mean, longest)",
+    "bytes",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run."""
+
+    name: str
+    prefetch: int
+    faults: str = ""
+    shadows: str = "none"
+    beside: str = field(default="", compare=False)  # the undisturbed run to compare with
+
+
+def cells(steps: int, killed: int, every: int, at: int) -> list[Cell]:
+    return [
+        Cell("undisturbed", 2), Cell("undisturbed", 4),
+        Cell("planner killed", 2, f"kill:planner@{every}%{every}"), Cell("planner killed", 4, f"kill:planner@{every}%{every}"),
+        Cell(f"{killed} loaders killed, read again", 4, f"kill:loader-host*{killed}@{at}"),
+        Cell("undisturbed, shadows", 4, shadows="all"),
+        Cell(f"{killed} loaders killed, shadows", 4, f"kill:loader-host*{killed}@{at}", shadows="all"),
+    ]  # fmt: skip
+
+
+def make_job(loaders: int, root: Path, samples: int) -> ov.Job:
+    corpus = make_corpus(root, loaders, seed=0, on_progress=lambda what, done, total: None)
+    tokenize = ov.Tokenize(str(corpus.tokenizer), text="text")
+    sources = [ov.Source(s.name, s.glob, transforms=[tokenize], weight=s.weight) for s in corpus.sources]
+    batch = ov.Batch(samples=samples, microbatches=2, context=8192)
+    return ov.Job(name="faults", sources=sources, place=ov.ClientPlaceTree(dp=2), batch=batch, seed=3, on_long="truncate")
+
+
+def run_cell(cell: Cell, job: ov.Job, steps: int, step_s: float) -> Outcome:
+    options: dict[str, Any] = {"prefetch": cell.prefetch, "shadows": cell.shadows, "sources_per_host": 1, "hosts": len(job.sources)}
+    drill = Drill(job=job, faults=parse_faults(cell.faults), steps=steps, step_s=step_s, options=options)
+    with tempfile.TemporaryDirectory(prefix="overlord-faults-") as scratch:
+        return disturbed(drill, Path(scratch))
+
+
+def waits_ms(outcome: Outcome) -> np.ndarray:
+    return 1e3 * np.array(outcome.waits_s[WARM_UP:])
+
+
+def row(cell: Cell, outcome: Outcome, calm: np.ndarray, alone: Outcome) -> list[str]:
+    waits, limit = waits_ms(outcome), float(np.percentile(calm, 99))
+    seconds = [r["seconds"] for r in outcome.recoveries]
+    back = f"{np.mean(seconds):.2f}, {max(seconds):.2f}" if seconds else "-"
+    over = "-" if not outcome.strikes else str(int((waits > limit).sum()))
+    equal = "equal" if not compare(alone.delivered, outcome.delivered) else "**differ**"
+    p50, p99 = np.percentile(waits, [50, 99])
+    figures = [f"{p50:.1f}", f"{p99:.1f}", f"{waits.max():.1f}"]
+    return [cell.name, str(cell.prefetch), str(len(outcome.strikes)), *figures, over, back, equal]
+
+
+def plot(done: list[tuple[Cell, Outcome]], title: str, marks: list[tuple[float, str]]) -> str:
+    steps = min(len(o.waits_s) for _, o in done)
+    top = max(10.0, 1.1 * max(float(waits_ms(o).max()) for _, o in done))
+    series = [
+        Line(label=f"{c.name}, {c.prefetch}", color=series_color(k), y=waits_ms(o)[: steps - WARM_UP]) for k, (c, o) in enumerate(done)
+    ]
+    return lines(
+        np.arange(WARM_UP, steps), series, about=title, x_label="step", y_label="fetch time, ms", y_from=0.0, y_to=top,
+        show=lambda y: f"{y:.0f}", marks=marks,
+    )  # fmt: skip
+
+
+@click.command(help=__doc__)
+@click.option("--loaders", default=64, show_default=True)
+@click.option("--killed", default=8, show_default=True, help="Loaders that are killed together.")
+@click.option("--steps", default=60, show_default=True)
+@click.option("--step-s", default=0.3, show_default=True, help="What a step costs the trainer.")
+@click.option("--samples", default=256, show_default=True, help="Of a step.")
+@click.option("--quick", is_flag=True, help="8 loaders, 24 steps: to see that it works.")
+@click.option("--save", "saving", is_flag=True, help="Write the dated page under benchmarks/results.")
+@click.option("--corpus", type=click.Path(path_type=Path), default=None, help="Where the data is made and kept.")
+def main(loaders: int, killed: int, steps: int, step_s: float, samples: int, quick: bool, saving: bool, corpus: Path | None) -> None:
+    if quick:
+        loaders, killed, steps, step_s = 8, 3, 24, 0.1
+    every, at = (15, 35) if steps >= 45 else (8, 14)
+    console, job = wide_console(), make_job(loaders, corpus or default_folder(), samples)
+    alone = undisturbed(Drill(job=job, faults=(), steps=steps))
+    done: list[tuple[Cell, Outcome]] = []
+    with progress(console) as bar:
+        task = bar.add_task("runs", total=7)
+        for cell in cells(steps, killed, every, at):
+            bar.update(task, description=f"{cell.name}, prefetch {cell.prefetch}")
+            done.append((cell, run_cell(cell, job, steps, step_s)))
+            bar.advance(task)
+    calm = {(c.prefetch, c.shadows): waits_ms(o) for c, o in done if not c.faults}
+    rows = [row(c, o, calm[c.prefetch, c.shadows], alone) for c, o in done]
+    console.print(shown_table(f"fetch time of a step, {loaders} loaders, trainer step {step_s} s", HEAD, rows))
+    if saving:
+        name = f"{date.today()}-faults"
+        planner = [(c, o) for c, o in done if c.shadows == "none" and "loaders" not in c.name]
+        lost = [(c, o) for c, o in done if c.prefetch == 4 and "planner" not in c.name]
+        kills = [(float(k), "kill") for k in range(every, steps, every)]
+        plots = {
+            f"{name}-planner": plot(planner, "fetch time with the planner killed", kills),
+            f"{name}-loaders": plot(lost, "fetch time with loaders killed", [(float(at), f"{killed} kills")]),
+        }
+        console.print(f"saved: {save(name, page_text(rows, loaders, steps, step_s, name, at, every), plots)}")
+
+
+def page_text(rows: list[list[str]], loaders: int, steps: int, step_s: float, name: str, at: int, every: int) -> str:
+    return "\n".join([
+        "# Fetch time while parts are killed", "", f"`{command_line('benchmarks/faults.py')}`", "",
+        f"{loaders} loaders, each a process of its own; {steps} steps, the first {WARM_UP} left out; a trainer step of {step_s} s; "
+        f"the planner is killed every {every} steps, loaders at step {at}. *calm*: the undisturbed run of that prefetch. "
+        "*bytes*: whether every rank got, to the byte, what an undisturbed run in one process gives. "
+        "*back after*: from the fault to the moment planning went on.", "",
+        markdown_table(HEAD, rows), "", f"![planner](img/{name}-planner.svg)", "", f"![loaders](img/{name}-loaders.svg)", "", machine(), "",
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Two runs of one job, the second with faults: ``overlord drill``, the demonstration and the benchmark of faults."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import overlord as ov
+from overlord.drill.delivered import Delivered, Difference, compare
+from overlord.drill.faults import KILL, Fault
+from overlord.errors import JobError
+
+if TYPE_CHECKING:
+    from overlord.job import Job
+    from overlord.runtime.session import Session
+
+SETTLE_S = 30.0  # for parts that were hit last to be replaced, before what became of them is told
+LOST_AFTER_S = 2.0  # a drill is not to wait long for a part that stands still
+LOOK_S = 0.05
+Show = Callable[[str, int], None]  # (what is done, steps taken)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drill:
+    """What was asked for."""
+
+    job: Job
+    faults: Sequence[Fault]
+    steps: int
+    step_s: float = 0.0  # what a trainer takes for a step
+    options: Mapping[str, Any] = field(default_factory=dict)  # of launch
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """One part that was hit."""
+
+    fault: Fault
+    name: str
+    pid: int
+    taken: int  # steps that were taken then
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run gave and cost."""
+
+    delivered: Delivered = field(default_factory=Delivered)
+    waits_s: list[float] = field(default_factory=list)  # of each step, until the last rank had it
+    strikes: list[Strike] = field(default_factory=list)
+    missed: list[Fault] = field(default_factory=list)  # whose part was not there to be hit
+    recoveries: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Both runs side by side."""
+
+    drill: Drill
+    alone: Outcome
+    hit: Outcome
+
+    @property
+    def difference(self) -> Difference:
+        return compare(self.alone.delivered, self.hit.delivered)
+
+    def sentence(self) -> str:
+        """The line a drill ends with."""
+        kills = sum(s.fault.how == KILL for s in self.hit.strikes)
+        stops, d = len(self.hit.strikes) - kills, self.difference
+        hits = f"{kills} kill{'s' * (kills != 1)}" + (f", {stops} stopped" if stops else "")
+        equal = "digest equal to the undisturbed run" if not d else f"{len(d.changed)} steps of ranks differ from the undisturbed run"
+        return f"{hits}, {d.lost} samples lost, {d.repeated} repeated, {equal}"
+
+
+def rehearse(drill: Drill, show: Show = lambda what, taken: None) -> Report:
+    """The job undisturbed, in one process and without a journal; then in processes, with its faults."""
+    alone = undisturbed(drill, show)
+    with TemporaryDirectory(prefix="overlord-drill-") as scratch:
+        return Report(drill, alone, disturbed(drill, Path(scratch), show))
+
+
+def undisturbed(drill: Drill, show: Show = lambda what, taken: None) -> Outcome:
+    outcome = Outcome()
+    with ov.launch(replace(drill.job, journal=None), runtime="local") as session:
+        _train(session, replace(drill, faults=(), step_s=0.0), outcome, lambda taken: show("undisturbed", taken))
+    return outcome
+
+
+def disturbed(drill: Drill, scratch: Path, show: Show = lambda what, taken: None) -> Outcome:
+    """A journal is made where the job has none: without one a planner cannot come again. One of the job's own is left alone."""
+    outcome = Outcome()
+    job = replace(drill.job, journal=str(scratch / "journal"))
+    options = {"lost_after_s": LOST_AFTER_S, **drill.options}
+    with ov.launch(job, runtime="process", **options) as session:
+        try:
+            _train(session, drill, outcome, lambda taken: show("with faults", taken))
+            _settle(session, outcome)
+        finally:
+            _wake(outcome.strikes)
+        outcome.recoveries = list(session.metrics().get("recoveries", []))
+    return outcome
+
+
+def _train(session: Session, drill: Drill, outcome: Outcome, show: Callable[[int], None]) -> None:
+    clients = {rank: session.client(rank) for rank in range(session.job.place.world_size)}
+    for taken in range(drill.steps):
+        if due := [fault for fault in drill.faults if fault.strikes_at(taken)]:
+            _strike(session, due, taken, outcome)
+        start = time.perf_counter()
+        try:
+            steps = {rank: next(client) for rank, client in clients.items()}
+        except StopIteration:
+            return
+        outcome.waits_s.append(time.perf_counter() - start)
+        for rank, step in steps.items():
+            outcome.delivered.add(rank, step)
+        show(taken + 1)
+        if drill.step_s:
+            time.sleep(drill.step_s)
+
+
+def parts(session: Session) -> dict[str, int]:
+    """Processes of a session that can be hit, by name."""
+    return {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] in ("host", "planner") and a["pid"] != os.getpid()}
+
+
+def _strike(session: Session, faults: Sequence[Fault], taken: int, outcome: Outcome) -> None:
+    """All faults of a moment at once: none may be over when the next one strikes."""
+    there = parts(session)
+    for fault in faults:
+        names = fault.choose(list(there))
+        if not names:
+            outcome.missed.append(fault)
+        for name in names:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(there[name], signal.SIGKILL if fault.how == KILL else signal.SIGSTOP)
+            outcome.strikes.append(Strike(fault, name, there[name], taken))
+
+
+def _settle(session: Session, outcome: Outcome) -> None:
+    """Until every part that was hit has been replaced; one that has not been is seen in the table."""
+    deadline = time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline:
+        there = parts(session)
+        if all(there.get(s.name, s.pid) != s.pid for s in outcome.strikes):
+            return
+        time.sleep(LOOK_S)
+
+
+def _wake(strikes: Sequence[Strike]) -> None:
+    """A part that was stopped and never taken for dead must be able to end."""
+    for strike in strikes:
+        if strike.fault.how != KILL:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(strike.pid, signal.SIGCONT)
+
+
+def refuse_too_late(faults: Sequence[Fault], steps: int) -> None:
+    if late := [fault for fault in faults if fault.step >= steps]:
+        raise JobError([f"{fault}: the drill ends after {steps} steps" for fault in late], "faults")

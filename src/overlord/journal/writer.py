@@ -1,0 +1,116 @@
+"""Appends beside whoever has something to write: a disk takes milliseconds, a store takes many, and neither is to hold up the rest.
+
+What waits together is written together, with one sync; in order, always. After an error nothing more is written.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from overlord.errors import JournalError
+from overlord.journal.log import Log
+from overlord.journal.record import Record
+
+WAIT_S = 600.0  # for one append: a store is tried for long, and a disk that takes longer is lost
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    records: Sequence[Record]
+    rolls: bool = False  # they begin a new segment
+    before: int | None = None  # then what has lower numbers goes
+
+
+class Writer:
+    """One log's writer. ``told`` is called, in a thread of its own, when something became durable or failed; without it everything is
+    written at once, by the caller."""
+
+    def __init__(self, log: Log, told: Callable[[], None] | None = None):
+        self._log, self._told = log, told
+        self._orders: deque[_Order] = deque()
+        self._given = self.done = 0  # orders; ``done``: so many are durable
+        self.failed: JournalError | None = None
+        self.appends, self.seconds = 0, 0.0
+        self._changed = threading.Condition(threading.RLock())
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def put(self, records: Sequence[Record], *, rolls: bool = False, before: int | None = None) -> int:
+        """Have records written, then segments pruned; returns the number by which to ask whether it is done."""
+        order = _Order(records, rolls, before)
+        with self._changed:
+            if self.failed is not None:
+                raise self.failed
+            self._given += 1
+            if self._told is None:
+                self._write([order])
+                return self._given
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="overlord-journal", daemon=True)
+                self._thread.start()
+            self._orders.append(order)
+            self._changed.notify_all()
+            return self._given
+
+    def wait(self, number: int, timeout_s: float = WAIT_S) -> None:
+        """Until that is durable; if it cannot be, why."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.done >= number or self.failed is not None, timeout_s)
+            if self.failed is not None and self.done < number:
+                raise self.failed
+            if self.done < number:
+                raise JournalError(
+                    self._log.shown, f"an append took longer than {timeout_s:g} s", "look at the disk or the store, then resume"
+                )
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._orders or self._closed)
+                if not self._orders:
+                    return
+                orders = [self._orders.popleft()]
+                while self._orders and not self._orders[0].rolls and orders[-1].before is None:
+                    orders.append(self._orders.popleft())
+            try:
+                self._write(orders)
+            except JournalError:
+                self._say()
+                return
+            self._say()
+
+    def _say(self) -> None:
+        if self._told is not None:
+            self._told()
+
+    def _write(self, orders: Sequence[_Order]) -> None:
+        start = time.perf_counter()
+        try:
+            if orders[0].rolls:
+                self._log.roll()
+            self._log.append([record for order in orders for record in order.records])
+            if (before := orders[-1].before) is not None:
+                self._log.prune(before)
+        except JournalError as error:
+            with self._changed:
+                self.failed = error
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self.appends, self.seconds = self.appends + 1, self.seconds + time.perf_counter() - start
+            self.done += len(orders)
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what waits, and stop; whether that was done in time. The log is still open."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return True

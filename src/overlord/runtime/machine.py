@@ -1,0 +1,70 @@
+"""What a host has from the machine it runs on: time, threads, memory that is shared, links to others.
+
+Hosts take all of it from here and from nowhere else, so that the very same hosts run in a simulated cluster, where each has a
+machine of its own that is slow, cut off or gone when a seed says so.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from overlord.channel.link import Link
+from overlord.channel.ring import Ring
+from overlord.channel.server import OnClose, OnMessage, OnOpen, Server, dial
+from overlord.runtime.carrier import Executor
+from overlord.runtime.local import Pump, ThreadExecutor
+
+MAX_SLOTS = 4096  # far above the steps of a prefetch window times the constructor hosts; bytes are what is bounded
+
+
+class Machine:
+    """The real one. It travels with a host's settings, so it holds nothing."""
+
+    def pump(self, name: str) -> Pump:
+        return Pump(name)
+
+    def executor(self, workers: int, pump: Pump) -> Executor:
+        return ThreadExecutor(workers, pump)
+
+    def thread(self, work: Callable[[], None], name: str) -> None:
+        """Run something beside the pump; it may wait."""
+        threading.Thread(target=work, name=name, daemon=True).start()
+
+    def every(self, seconds: float, call: Callable[[], None], name: str) -> Callable[[], None]:
+        """Call again and again, beside the pump, until what is returned is called."""
+        stopped = threading.Event()
+
+        def beat() -> None:
+            while not stopped.wait(seconds):
+                call()
+
+        self.thread(beat, name)
+        return stopped.set
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Not in a pump."""
+        time.sleep(seconds)
+
+    def ring(self, name: str, max_bytes: int) -> Ring:
+        return Ring(name=name, max_bytes=max_bytes, max_slots=MAX_SLOTS)
+
+    def serve(self, token: str, ring: Ring, on_message: OnMessage, on_open: OnOpen, on_close: OnClose, **where: Any) -> Server:
+        return Server(token=token, on_message=on_message, on_open=on_open, on_close=on_close, ring=ring, **where)
+
+    def dial(
+        self, address: str, token: str, hello: dict[str, Any], *, timeout_s: float, ring: Ring | None = None
+    ) -> tuple[Link, dict[str, Any]]:
+        link, welcome = dial(address, token, hello, timeout_s=timeout_s, ring=ring)
+        link.waits_for_slots = False
+        return link, welcome
+
+    def end(self, code: int) -> None:
+        """Of the whole process, at once."""
+        os._exit(code)

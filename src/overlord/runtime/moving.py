@@ -1,0 +1,87 @@
+"""The part of ``ProcessHost`` that changes who reads what: sources that join, loaders that move to other hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from overlord.errors import ActorLost, JobError
+from overlord.hooks import LOADER, of_kind
+from overlord.messages import Cursor, Open, Opening, Reopen
+from overlord.planner.spec import NewSource
+from overlord.recovery.supervisor import Up
+from overlord.runtime.bootstrap import Blueprint
+from overlord.runtime.recovering import START_S, Recovering
+
+READ_AHEAD = 8  # steps: hosts that work side by side are not equally fast at every step
+
+
+class Joining(Recovering):
+    """In the pump, but for what is prepared."""
+
+    def _start_loader_host(self, h: int, sources: Collection[int], openings: Sequence[Opening], *, joined: bool = True) -> None:
+        raise NotImplementedError
+
+    def prepare_source(self, blueprint: Blueprint) -> int:
+        """A host of its own for a source that joins: code crosses only when a process starts. Returns its number."""
+        i, h = len(blueprint.job.sources) - 1, max(self._kits) + 1  # a number is used once: one that was dropped counts as lost
+        before, self.blueprint = self.blueprint, blueprint.with_loaders((*self.hosting.loaders, blueprint.loaders_of(i)), READ_AHEAD)
+        try:
+            self._start_loader_host(h, [i], self.blueprint.openings(i, Cursor()), joined=False)
+            self._control.get(self._control.call(self._loaders[h].handle, "do", []), START_S)
+        except BaseException:
+            self.blueprint = before
+            self.drop_prepared(h)
+            raise
+        return h
+
+    def drop_prepared(self, h: int) -> None:
+        if (remote := self._loaders.pop(h, None)) is not None:
+            remote.lost = "not needed"
+            self._control.kill(remote.handle)
+
+    def add_source(self, new: NewSource, prepared: int, budget_bytes: int, joined: Callable[[], None] = lambda: None) -> None:
+        if (host := self._loaders[prepared]).lost:
+            raise ActorLost(host.handle.name, host.lost)
+        commands = self.planner.handle(new)
+        self._note(new.event)
+        host.joined = True
+        self._link_again(host)  # a constructor host may have been started again since it was prepared
+        self._supervisor.handle(Up(host.handle.name), self._machine.now())
+        n = new.source.loaders
+        self._cutter.add_loaders([prepared] * n)
+        self.hosting = replace(
+            self.hosting, loaders=(*self.hosting.loaders, n), host_of=(*self.hosting.host_of, *[prepared] * n), n_hosts=len(self._loaders)
+        )
+        for remote in list(self._loaders.values()):
+            remote.out.append(("budget", budget_bytes))
+        joined()
+        self.run(commands)
+
+    def move(self, source: int, hosts: Sequence[str]) -> None:
+        """Read a source elsewhere: its k-th loader on ``hosts[k % len(hosts)]``. The stream stays what it is."""
+        known = {remote.handle.name: h for h, remote in list(self._loaders.items()) if not remote.lost}
+        if unknown := [name for name in hosts if name not in known]:
+            raise JobError([f"no loader host is called {name!r}; there are {', '.join(known)}" for name in unknown], "move")
+        name = self.blueprint.job.names[source]
+        if strangers := [host for host in hosts if source not in self._kits.get(known[host], ())]:
+            problem = f"{name!r} joined after {strangers[0]} was started, and code crosses only when a process starts"
+            raise JobError([problem], "move")
+        if of_kind(self.blueprint.job.hooks, LOADER) and len(set(hosts)) > 1:
+            raise JobError([f"a loader hook is shown all that a step takes from {name!r}: its loaders stay on one host"], "move")
+        first = sum(self.hosting.loaders[:source])
+        self._moves = {first + k: known[hosts[k % len(hosts)]] for k in range(self.hosting.loaders[source])}
+        self.run(self.planner.handle(Reopen(source)))
+
+    def _open(self, command: Open) -> None:
+        loader, host = command.loader, self._moves.pop(command.loader, self._cutter.host(command.loader))
+        if host != self._cutter.host(loader):
+            self._loaders[self._cutter.host(loader)].out.append(("drop", loader))
+            self._cutter.move(loader, host)
+        source = self._source(loader)
+        opening = self.blueprint.openings(source, command.cursor)[loader - sum(self.hosting.loaders[:source])]
+        self._loaders[host].out.append(replace(opening, generation=command.generation))
+        if self._shadows.where.get(loader) == host:  # it moved to where it was followed
+            self._shadows.drop(loader)
+            self._fill_shadows()
+        self._follow({loader: replace(opening, generation=command.generation)})

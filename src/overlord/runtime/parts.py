@@ -1,0 +1,294 @@
+"""The processes of a job whose planner is one of them, as the launching process has them: it starts and ends all, and starts another
+planner when that is lost. It never decides where a host is wanted: the planner asks for hosts, and calls them itself."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from overlord.errors import ActorLost, DataStall, OverlordError
+from overlord.messages import StreamState
+from overlord.runtime.bootstrap import Blueprint
+from overlord.runtime.control import Handle
+from overlord.runtime.front import Hands
+from overlord.runtime.peers import fault_of
+from overlord.runtime.plankit import PlannerKit
+from overlord.runtime.planneractor import PlannerActor
+from overlord.runtime.process import READ_AHEAD
+from overlord.runtime.process_control import ProcessControl
+from overlord.runtime.starting import Recipes, hosting_of, n_constructors, settings_of
+
+log = logging.getLogger("overlord")
+
+PLANNER = "planner"
+START_S = 120.0  # for hosts to be there: they open their sources first, and a store may be slow
+BOOT_S = 30.0  # for the planner's process alone
+ASK_S = 25.0  # for the planner to answer, though it may have to be started again meanwhile; who asks the pump waits for 30
+CUT_S = 1.0  # between the end of a host's link and the news that it died
+TICKS = 4  # within which a planner must answer: one that sleeps with the whole machine is not missed
+LEAVE_S = 1.0
+
+
+class Parts:
+    """All processes of a job by name. ``told`` gets what the planner says unasked; it is called in a thread of this class."""
+
+    def __init__(self, blueprint: Blueprint, generation: int, told: Callable[[tuple[Any, ...]], None]):
+        self.hosting = hosting_of(blueprint)
+        self.blueprint = blueprint.with_loaders(self.hosting.loaders, READ_AHEAD)
+        self.token = secrets.token_urlsafe(24)
+        self.control = ProcessControl()
+        self.constructor_of = np.arange(len(list(blueprint.job.place.buckets("DP")))) % n_constructors(blueprint)
+        settings = settings_of(blueprint, self.hosting, self.token, generation)
+        self.recipes = Recipes(self.control, lambda: self.blueprint, settings, self.hosting, self.constructor_of.tolist())
+        self.hosts: dict[str, Handle] = {}
+        self.attached: set[int] = set()
+        self.kits = {h: tuple(range(len(blueprint.job.sources))) for h in range(self.hosting.n_hosts)}
+        self.next_host = self.hosting.n_hosts  # a number is used once
+        self.acked = self._progress = -1  # the last step that all ranks took; as planners said
+        self.planner: Handle | None = None  # the present one; it may be being started
+        self._beating: Handle | None = None
+        self.watched = False
+        self._session, self._told = generation, told
+        self._incarnation = self._restarts = 0
+        self._reason = ""
+        self._initial: StreamState | None = None  # for a planner that died before anything was written
+        self._tickets: dict[str, int] = {}  # of hosts, as the present planner knows them
+        self._lock = threading.Condition()  # for who is there
+        self._ready = self._closed = False
+        self.absent = ""  # why the planner cannot be asked, in words
+        self._over: Exception | None = None
+        self._work, self._news = Hands(1, "parts"), Hands(1, "planner-news")  # what is told may wait for locks; what is asked for must not
+        self._stop = threading.Event()
+
+    # the planner
+
+    def begin(self, state: StreamState | None) -> StreamState:
+        """The first planner, and all hosts it asks for."""
+        self._initial = state
+        begun = self._start_planner()
+        self._is_ready()
+        threading.Thread(target=self._beats, name="overlord-planner-beats", daemon=True).start()
+        return begun
+
+    def _start_planner(self) -> StreamState:
+        with self._lock:
+            living = tuple(name for name, handle in self.hosts.items() if handle.alive) if self._incarnation else ()
+            kit = PlannerKit.of(
+                self.blueprint, state=self._initial, hosting=self.hosting, token=self.token, session=self._session,
+                incarnation=self._incarnation, reason=self._reason, constructor_of=tuple(self.constructor_of.tolist()), living=living,
+                kits=tuple(self.kits.items()), attached=tuple(sorted(self.attached)), watched=self.watched,
+            )  # fmt: skip
+            self._tickets = {}
+            planner = self.planner = self.control.spawn(PlannerActor, kit, name=PLANNER)
+        self.control.on_death(planner, self._planner_died)
+        self._where: tuple[str, str] = self.control.get(self.control.call(planner, "where"), BOOT_S)
+        self._listen(planner)
+        self._beating = planner
+        begun: StreamState = self.control.get(self.control.call(planner, "begin"), START_S)
+        return begun
+
+    def _is_ready(self) -> None:
+        with self._lock:
+            self._ready, self.absent = True, ""
+            self._lock.notify_all()
+
+    def _planner_died(self, planner: Handle, reason: str) -> None:
+        """In the control plane's thread."""
+        with self._lock:
+            if self._closed or planner is not self.planner or not self._ready:
+                return  # one that is being started is missed by who starts it
+            self._ready, self.absent = False, f"the planner, which is being started again ({reason})"
+        threading.Thread(target=self._start_again, args=(reason,), name="overlord-planner-again", daemon=True).start()
+
+    def _start_again(self, reason: str) -> None:
+        since = time.monotonic()
+        while not self._closed:
+            with self._lock:
+                self._restarts += 1
+                self._incarnation += 1
+                if not self.blueprint.options.failover or self._restarts > self.blueprint.options.max_restarts:
+                    return self._give_up(ActorLost(PLANNER, reason))
+            log.warning("the planner is lost: %s; it is started again", reason)
+            try:
+                self._reason = f"the planner was lost: {reason}"
+                self._start_planner()
+                self._is_ready()
+                return self._was_mended({"part": PLANNER, "reason": reason, "seconds": time.monotonic() - since})
+            except Exception as fault:
+                reason = fault.reason if isinstance(fault, ActorLost) and fault.name == PLANNER else f"{type(fault).__name__}: {fault}"
+                self._end_planner()
+        return None
+
+    def _was_mended(self, row: dict[str, Any]) -> None:
+        self._news.do(lambda: self._told(("recovered", row)))
+
+    def _end_planner(self) -> None:
+        if self.planner is not None:
+            with contextlib.suppress(OverlordError):
+                self.control.kill(self.planner)
+
+    def _give_up(self, error: Exception) -> None:
+        """Under the lock."""
+        log.error("%s", error)
+        self._over = error
+        self._lock.notify_all()
+        self._news.do(lambda: self._told(("over", error)))
+
+    def _beats(self) -> None:
+        """A planner that answers nothing is killed; then it is missed like any other."""
+        every, silent, beat, of = self.blueprint.options.lost_after_s / TICKS, 0, Future[Any](), self._beating
+        beat.set_result(True)  # one who is being started is watched too, once its process is there
+        while not self._stop.wait(every):
+            planner = self._beating
+            if planner is not of or beat.done():
+                silent, of = 0, planner
+                if planner is not None:
+                    beat = self.control.call(planner, "beat")
+            elif (silent := silent + 1) >= TICKS and planner is not None:
+                log.warning("the planner does not answer for %.1f s and is killed", self.blueprint.options.lost_after_s)
+                with contextlib.suppress(OverlordError):
+                    self.control.kill(planner)
+
+    # asking
+
+    def ask(self, method: str, *args: Any, timeout_s: float = ASK_S, done: Callable[[], bool] = lambda: False) -> Any:
+        """An answer of the planner; if it is lost meanwhile, of the one that comes in its place. ``done``: asked after a loss, whether what
+        was said had been taken by then."""
+        deadline, lost = time.monotonic() + timeout_s, False
+        while True:
+            planner = self._wait_for_planner(deadline, timeout_s)
+            if lost and done():
+                return None
+            try:
+                return self.control.get(self.control.call(planner, method, *args), max(0.0, deadline - time.monotonic()))
+            except ActorLost as fault:
+                if fault.name != PLANNER:
+                    raise
+                lost = True
+                time.sleep(0.005)  # what it died of is told in a moment
+
+    def tell(self, method: str, *args: Any) -> None:
+        """A word that the planner may miss: one that comes in its place asks for it."""
+        if (planner := self.planner) is not None:
+            with contextlib.suppress(ActorLost, DataStall):
+                self.control.tell(planner, method, *args)
+
+    def _wait_for_planner(self, deadline: float, timeout_s: float) -> Handle:
+        with self._lock:
+            self._lock.wait_for(lambda: self._ready or self._over or self._closed, max(0.0, deadline - time.monotonic()))
+            if self._closed:
+                raise OverlordError("the session is closed")
+            if self._over is not None:
+                raise self._over
+            if not self._ready or self.planner is None:
+                raise DataStall(self.absent or "the planner", timeout_s)
+            return self.planner
+
+    # what the planner says
+
+    def _listen(self, planner: Handle) -> None:
+        def heard(future: Future[Any]) -> None:
+            if future.exception() is None and planner is self.planner:
+                events = future.result()
+                self._work.do(lambda: self._hear(planner, events))
+                self._listen(planner)
+
+        self.control.call(planner, "events").add_done_callback(heard)
+
+    def _hear(self, planner: Handle, events: Sequence[tuple[Any, ...]]) -> None:
+        for event in events:
+            if self._closed or planner is not self.planner:
+                return
+            try:
+                self._do(planner, event)
+            except Exception:
+                log.exception("what the planner asked for could not be done: %.200r", event)
+
+    def _do(self, planner: Handle, event: tuple[Any, ...]) -> None:
+        match event:
+            case ("constructor", int(ticket), int(c)):
+                self._start(planner, ticket, lambda: self.recipes.constructor(c))
+            case ("loader-host", int(ticket), int(h), list(sources), list(openings), dict(constructors)):
+                self._start(planner, ticket, lambda: self.recipes.loader_host(h, sources, openings, constructors))
+            case ("meet", int(ticket), str(name)):
+                self._start(planner, ticket, lambda: self._living(name))
+            case ("kill", int(ticket), str(name)) if self._tickets.get(name) == ticket:
+                self._kill(name)
+            case ("cut", int(ticket), str(name), str(why)) if self._tickets.get(name) == ticket:
+                self._cut_off(name, why)
+            case ("kill" | "cut", *_):
+                pass  # another has its name by now
+            case ("progress", int(acked)):
+                self.acked = max(acked, self.acked)
+                if acked > self._progress:
+                    self._progress, self._restarts = acked, 0
+            case ("broke", Exception() as error):
+                log.error("the planner stopped: %s", error)
+                self._end_planner()
+            case _:
+                self._news.do(lambda: self._told(event))
+
+    def _living(self, name: str) -> Handle:
+        if (host := self.hosts.get(name)) is None:
+            raise ActorLost(name, "it was not needed")
+        return host
+
+    def _start(self, planner: Handle, ticket: int, start: Callable[[], Handle]) -> None:
+        try:
+            host = start()
+        except Exception as fault:
+            self.control.tell(planner, "died", ticket, f"it could not be started: {fault}", fault)
+            return
+        with self._lock:
+            self.hosts[host.name] = host
+        self.send(planner, ticket, host)
+
+    def send(self, planner: Handle, ticket: int, host: Handle) -> None:
+        """A host goes to the planner, and its death is told there."""
+        self._tickets[host.name] = ticket
+        self.control.tell(host, "meet", *self._where, ticket)
+
+        def died(host: Handle, reason: str) -> None:
+            if planner is self.planner and not self._closed:
+                self.control.tell(planner, "died", ticket, reason, fault_of(self.control, host))
+
+        self.control.on_death(host, died)
+
+    def _kill(self, name: str) -> None:
+        if (host := self.hosts.get(name)) is not None:
+            with contextlib.suppress(OverlordError):
+                self.control.kill(host)
+
+    def _cut_off(self, name: str, why: str) -> None:
+        """The planner has lost its link to a host: nearly always because the host died, which is told by itself."""
+        host, deadline = self.hosts.get(name), time.monotonic() + CUT_S
+        while host is not None and host.alive and time.monotonic() < deadline and not self._closed:
+            time.sleep(0.005)
+        if host is not None and host.alive and not self._closed:
+            log.warning("%s is killed: its link to the planner ended: %s", name, why)
+            self._kill(name)
+
+    # the end
+
+    def close(self) -> None:
+        with self._lock:
+            closed, self._closed = self._closed, True
+            planner = self.planner if self._ready else None
+            self._lock.notify_all()
+        if closed:
+            return
+        self._stop.set()
+        if planner is not None:
+            with contextlib.suppress(OverlordError):
+                self.control.get(self.control.call(planner, "leave", self.acked), LEAVE_S)
+        self.control.shutdown(LEAVE_S)
+        self._work.close()
+        self._news.close()

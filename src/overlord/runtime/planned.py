@@ -1,0 +1,345 @@
+"""The engine of a session whose planner has a process of its own: the launching process starts processes and asks; it plans nothing.
+
+Everything here but ``prepare_source``, ``address_for`` and ``close`` runs in the session's pump, and waits there for the planner: whatever
+is posted to that pump needs the planner anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+from overlord.errors import ActorLost, DataStall, JobError
+from overlord.messages import Cursor, Finish, Report, SourceLost, Stage, StreamState
+from overlord.planner.spec import NewSource, Quarantined
+from overlord.runtime.bootstrap import Blueprint
+from overlord.runtime.inside import InsideBox
+from overlord.runtime.local import Pump
+from overlord.runtime.parts import PLANNER, START_S, Parts
+from overlord.runtime.planneractor import Counted
+from overlord.runtime.process import READ_AHEAD
+from overlord.runtime.written import UNWRITTEN, Beginning
+from overlord.sample import Buffer
+
+log = logging.getLogger("overlord")
+
+REPORT_S = 600.0  # nobody waits for it, and all that comes behind it needs the planner too
+WHY_S = 0.8  # whoever asks why it waits gives the pump a second
+
+
+class FarPlans:
+    """The plans that a planner elsewhere keeps, fetched when they are looked at."""
+
+    def __init__(self, parts: Parts):
+        self._parts = parts
+
+    def of(self, step: int) -> list[Stage]:
+        """One plan alone, if it is kept: they may be large."""
+        stages: list[Stage] = self._parts.ask("stages", step)
+        return stages
+
+    def steps(self) -> list[int]:
+        steps: list[int] = self._parts.ask("steps")
+        return steps
+
+    def __iter__(self) -> Iterator[Stage]:
+        stages: list[Stage] = self._parts.ask("stages")
+        return iter(stages)
+
+
+class FarPlanner:
+    """A planner elsewhere, as far as a session reads it. Nothing is kept here but how the job ended."""
+
+    def __init__(self, parts: Parts):
+        self._parts = parts
+        self.finished: Finish | None = None
+        self.listed: dict[Quarantined, None] = {}
+        self.spoiled: dict[Quarantined, None] = {}
+
+    @property
+    def spec(self) -> SimpleNamespace:
+        return SimpleNamespace(names=self._parts.blueprint.job.names)
+
+    @property
+    def ledger(self) -> SimpleNamespace:
+        return SimpleNamespace(bad_rows=self.bad_rows)
+
+    def bad_rows(self) -> list[Quarantined]:
+        """Of this planner, and of those before it, whose rows were listed here."""
+        try:
+            rows: list[Quarantined] = self._parts.ask("bad_rows")
+        except ActorLost:  # there will be no other planner
+            rows = []
+        now = set(rows)
+        before = [row for row in self.listed if row not in now]
+        return [*before, *rows] + [row for row in self.spoiled if row not in now]
+
+    @property
+    def open_step(self) -> int:
+        return int(self._parts.ask("open_step"))
+
+    @property
+    def next_step(self) -> int:
+        return self.state().step
+
+    def state(self) -> StreamState:
+        state: StreamState = self._parts.ask("state")
+        return state
+
+    def refuse_planned(self, step: int) -> None:
+        self._parts.ask("refuse_planned", step)
+
+    def summary_buffer(self) -> Buffer:
+        buffer: Buffer = self._parts.ask("summary_buffer")
+        return buffer
+
+    def counted(self) -> Counted:
+        counted: Counted = self._parts.ask("counted")
+        return counted
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """Of a stage that was planned elsewhere, what whoever serves clients must know."""
+
+    plan: Any  # its number alone
+    after: StreamState
+    skipped: bool
+
+
+class PlannedEngine:
+    """``ProcessHost`` as the session sees it, while the real one is in the planner's process."""
+
+    def __init__(self, blueprint: Blueprint, state: StreamState | None, pump: Pump, generation: int = 0):
+        self._pump, self._number = pump, generation
+        self.on_stage: list[Callable[[Any], None]] = []
+        self.on_lost: list[Callable[[SourceLost], None]] = []
+        self.on_taken: Callable[[int, int], None] = lambda rank, step: None
+        self._parts = Parts(blueprint, generation, self._heard)
+        self.planner, self.plans = FarPlanner(self._parts), FarPlans(self._parts)
+        self._bucket_of = {rank: b for b, ranks in enumerate(blueprint.job.place.buckets("DP")) for rank in ranks}
+        self._addresses: dict[Any, str] = {}  # of constructor hosts, by handle
+        self._known: dict[str, str] = {}  # the last one by name
+        self._outside: dict[Any, str] = {}
+        self._door: tuple[str, str] | None = None
+        self._closed = False
+        self.recoveries: list[dict[str, Any]] = []
+        self.journal = UNWRITTEN  # of this process: the planner writes
+        try:
+            self._parts.begin(state)
+            self._constructor_addresses()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def absent(self) -> str:
+        """What a client waits for while there is no planner, in words; else empty."""
+        return self._parts.absent
+
+    def _heard(self, event: tuple[Any, ...]) -> None:
+        match event:
+            case ("staged", int(step), StreamState() as after, bool(skipped)):
+                for watcher in self.on_stage:
+                    watcher(StagedStep(SimpleNamespace(step=step), after, skipped))
+            case ("taken", int(rank), int(step)):
+                self.on_taken(rank, step)
+            case ("bad", list(rows), list(late)):
+                self.planner.listed.update(dict.fromkeys(rows))
+                self.planner.spoiled.update(dict.fromkeys(late))
+            case ("lost", SourceLost() as gone):
+                for told in self.on_lost:
+                    told(gone)
+            case ("recovered", dict(row)):
+                self.recoveries.append(row)
+            case ("finish", (Finish() | None) as finish):
+                self.planner.finished = finish
+            case ("hosting", list(host_of)):
+                self._parts.hosting = replace(self._parts.hosting, host_of=tuple(host_of))
+            case ("over", Exception() as error):
+                self._end_all(error)
+            case _:
+                raise TypeError(f"a planner tells of {event!r:.80}")
+
+    def _end_all(self, error: Exception) -> None:
+        """There is no planner, and there will be none: constructor hosts tell their clients, behind the steps that are complete."""
+        finish = Finish(self._parts.acked + 1, error)
+        self.planner.finished = self.planner.finished or finish
+        for name, host in list(self._parts.hosts.items()):
+            if name.startswith("constructor-host/") and host.alive and not self._closed:
+                self._parts.control.tell(host, "do", [finish])
+
+    def write_beginning(self, beginning: Beginning) -> None:
+        """The journal is held here until the planner takes it."""
+        beginning.journal.close()
+        self._parts.ask("open_journal", beginning.anew, beginning.floor)
+
+    # clients
+
+    def attach(self, mailboxes: Mapping[int, Any]) -> None:
+        self._parts.attached |= set(mailboxes)
+        self._parts.ask("attach", sorted(mailboxes))
+
+    def detach(self, rank: int) -> None:
+        if rank in self._parts.attached:
+            self._parts.attached.discard(rank)  # a planner that comes later is told of no other
+            with contextlib.suppress(ActorLost, DataStall):
+                self._parts.ask("detach", rank)
+
+    def stop(self) -> None:
+        """Whoever was attached is no more: its processes are gone."""
+        self._parts.attached.clear()
+
+    def consumed(self, ranks: Sequence[int], step: int) -> None:
+        """Constructor hosts tell it themselves. What was said to one that died is heard here; and it is known when the job ends before they
+        did."""
+        if self._parts.attached <= set(ranks):
+            self._parts.acked = max(step, self._parts.acked)
+        self._parts.tell("consumed", list(ranks), step)
+
+    def inbox(self, rank: int, next_step: int) -> InsideBox:
+        prefetch = self._parts.blueprint.options.prefetch
+        return InsideBox(rank, lambda: self.address_for(rank), next_step=next_step, generation=self._number, prefetch=prefetch)
+
+    def address_for(self, rank: int) -> tuple[str, str]:
+        """From any thread, also while there is no planner."""
+        host = self._constructor(rank)
+        if host not in self._addresses:
+            self._addresses[host] = self._known[host.name] = self._of_host(host, "address")
+        return self._addresses[host], self._parts.token
+
+    def listen(self, host: str, token: str) -> None:
+        self._door, self._parts.watched = (host, token), True
+        self._parts.ask("watch")
+        for rank in self._bucket_of:
+            self.outside(rank)
+
+    def outside(self, rank: int) -> tuple[str, str]:
+        host = self._constructor(rank)
+        if host not in self._outside:
+            assert self._door is not None
+            self._outside[host] = self._of_host(host, "listen", *self._door)
+        return self._outside[host], ""
+
+    def taken_by(self, rank: int) -> int:
+        """The last step that a rank's client took, as its constructor host knows."""
+        return int(self._of_host(self._constructor(rank), "taken", rank))
+
+    def _constructor(self, rank: int) -> Any:
+        name = f"constructor-host/{self._parts.constructor_of[self._bucket_of[rank]]}"
+        host = self._parts.hosts.get(name)
+        if host is None or not host.alive:
+            raise self._missed(name)
+        return host
+
+    def _missed(self, name: str) -> Exception:
+        finish = self.planner.finished
+        if finish is not None and isinstance(finish.error, ActorLost):
+            return finish.error
+        return DataStall(f"{name} to be started again", 0.0)
+
+    def _of_host(self, host: Any, method: str, *args: Any) -> str:
+        try:
+            return str(self._parts.control.get(self._parts.control.call(host, method, *args), START_S))
+        except ActorLost:
+            raise self._missed(host.name) from None
+
+    # what happens to the job
+
+    def event(self, event: Any) -> None:
+        """Taken by the planner when this returns, and written to its journal."""
+        if isinstance(event, Report):
+            self.report(event)
+        else:
+            self._parts.ask("event", event, done=lambda: event in self._parts.ask("said"))
+
+    def report(self, report: Report) -> bool:
+        """Kept here until a planner has it; if there will be none, it changes nothing."""
+        try:
+            return bool(self._parts.ask("report", report, timeout_s=REPORT_S))
+        except (ActorLost, DataStall) as fault:
+            log.warning("the report of rank %d on step %d is dropped: %s", report.rank, report.step, fault)
+            return False
+
+    def prepare_source(self, blueprint: Blueprint) -> int:
+        """A host of its own for a source that joins."""
+        parts, i = self._parts, len(blueprint.job.sources) - 1
+        before, h = parts.blueprint, parts.next_host
+        parts.next_host += 1
+        parts.blueprint = blueprint.with_loaders((*parts.hosting.loaders, blueprint.loaders_of(i)), READ_AHEAD)
+        parts.kits[h] = (i,)
+        try:
+            host = parts.recipes.loader_host(h, [i], parts.blueprint.openings(i, Cursor()), self._constructor_addresses())
+            parts.hosts[host.name] = host
+            parts.control.get(parts.control.call(host, "do", []), START_S)
+        except BaseException:
+            parts.blueprint = before
+            self.drop_prepared(h)
+            raise
+        return h
+
+    def _constructor_addresses(self) -> dict[int, str]:
+        """Of one that is being started again where the last one was: the planner will tell of the new one."""
+        for rank in self._bucket_of:
+            with contextlib.suppress(DataStall):
+                self.address_for(rank)
+        return {int(name.rpartition("/")[2]): address for name, address in self._known.items()}
+
+    def drop_prepared(self, prepared: int) -> None:
+        self._parts.kits.pop(prepared, None)
+        host = self._parts.hosts.pop(f"loader-host/{prepared}", None)
+        if host is not None and not self._closed:
+            self._parts.control.kill(host)
+
+    def add_source(self, new: NewSource, prepared: int, budget_bytes: int, joined: Callable[[], None] = lambda: None) -> None:
+        parts = self._parts
+        host, n = parts.hosts[f"loader-host/{prepared}"], new.source.loaders
+        if not host.alive:
+            raise ActorLost(host.name, "it died before its source could join")
+        parts.ask("add_source", new, prepared, dict(parts.blueprint.fingerprint), budget_bytes, done=lambda: new.event in parts.ask("said"))
+        hosting = parts.hosting
+        parts.hosting = replace(
+            hosting, loaders=(*hosting.loaders, n), host_of=(*hosting.host_of, *[prepared] * n), n_hosts=hosting.n_hosts + 1
+        )
+        joined()
+
+    def move(self, source: int, hosts: Sequence[str]) -> None:
+        self._parts.ask("move", source, list(hosts))
+
+    # what people ask
+
+    def waiting_for(self, rank: int) -> str:
+        planner = self._parts.planner
+        if self.absent or planner is None:
+            return self.absent
+        try:
+            return str(self._parts.control.get(self._parts.control.call(planner, "waiting_for", rank), WHY_S))
+        except DataStall as silent:
+            return f"the planner, which does not say what it does ({silent})"
+        except ActorLost as lost:
+            return self.absent or f"the planner, which is being started again ({lost.reason})"
+
+    def figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = self._parts.ask("figures")
+        return figures | {"recoveries": list(self.recoveries)}
+
+    def kill(self, name: str) -> None:
+        """For drills: the real thing."""
+        every = {PLANNER: self._parts.planner, **self._parts.hosts}
+        if (handle := every.get(name)) is None:
+            raise JobError([f"no process of this job is called {name!r}; there are {', '.join(every)}"], "kill")
+        self._parts.control.kill(handle)
+
+    def broke(self, error: Exception) -> None:
+        self._end_all(error)
+
+    def close(self) -> None:
+        self._closed = True
+        self._parts.close()
+
+    def check(self) -> None:
+        """The planner's process checks itself."""

@@ -1,0 +1,304 @@
+"""The planner in a process of its own: what ``ProcessHost`` is in the launching process, for a job whose planner may die.
+
+Hosts are started, ended and sent here by the launching process, which it asks for that by name (``Asking``). They are called directly
+(``peers.py``). What people ask of the planner comes as calls of this actor and is answered by its pump.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from overlord.channel.codec import register
+from overlord.errors import ActorLost, OverlordError
+from overlord.messages import Finish, Report, Stage, StreamState
+from overlord.observe.memory import pss_bytes
+from overlord.planner.spec import Mixed, NewSource, Quarantined, SourceSpec
+from overlord.runtime.hostactor import Events
+from overlord.runtime.journalling import Journal
+from overlord.runtime.local import Pump
+from overlord.runtime.peers import Peers
+from overlord.runtime.plankit import PlannerBlueprint, PlannerKit
+from overlord.runtime.plannerhost import Asking, PlannerHost
+from overlord.runtime.process import READ_AHEAD
+from overlord.sample import Buffer
+
+log = logging.getLogger("overlord")
+
+for _cls in (Mixed, NewSource, Quarantined, SourceSpec):
+    register(_cls)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Counted:
+    """What a planner has counted, of one moment: as ``Planner`` and its ``ledger`` say it."""
+
+    next_step: int
+    samples: np.ndarray
+    tokens: np.ndarray
+    quarantined: np.ndarray
+    dropped: tuple[int, ...]
+    mixed: tuple[Mixed, ...]
+    weights: tuple[float, ...]
+    feedback: Mapping[str, int]
+
+    @property
+    def ledger(self) -> Counted:
+        return self
+
+
+class PlannerActor:
+    """Its methods are called by the launching process; those that look or change are carried out by the pump, in order."""
+
+    def __init__(self, kit: PlannerKit):
+        self._kit, self._events = kit, Events()
+        self._pump = Pump("planner")
+        self._peers = Peers(end=lambda name, ticket, why: self._say("kill", ticket, name), cut=self._cut)
+        self._starter = Asking(self._peers, self._say, kit.hosting, kit.token)
+        self._host: PlannerHost
+        self._closed = False
+        self._told: Finish | None = None
+        self._acked = -2
+        self._watched = kit.watched
+
+    # the launching process
+
+    def where(self) -> tuple[str, str]:
+        """Where hosts are to come, and the token they show."""
+        return self._peers.address, self._peers.token
+
+    def beat(self) -> bool:
+        return True
+
+    def events(self) -> Future[list[Any]]:
+        return self._events.ask()
+
+    def _say(self, *message: Any) -> None:
+        """From any thread."""
+        self._events.put(message)
+        self._events.answer()
+
+    def _cut(self, name: str, ticket: int, why: str) -> None:
+        if not self._closed:
+            self._say("cut", ticket, name, why)
+
+    def died(self, ticket: int, reason: str, fault: BaseException | None = None) -> None:
+        self._peers.died(ticket, reason, fault)
+
+    def begin(self) -> Future[StreamState]:
+        """Start the hosts, or take over those that live; answered with the state at which planning begins."""
+        begun = Future[StreamState]()
+        threading.Thread(target=self._begin, args=(begun,), name="overlord-begin", daemon=True).start()
+        return begun
+
+    def _begin(self, begun: Future[StreamState]) -> None:
+        try:
+            self._host = self._make_host()
+            self._host.on_stage.append(self._staged)
+            self._host.on_lost.append(lambda event: self._events.put(("lost", event)))
+            self._host.on_taken = self._taken
+            state = self._host.planner.state()
+            self._pump.start(self._broke, self._after_turn)
+            begun.set_result(state)
+        except BaseException as fault:
+            begun.set_exception(fault)
+
+    def _make_host(self) -> PlannerHost:
+        """The first planner starts its hosts; one that comes later takes over those that live, and goes back."""
+        if not self._kit.incarnation:
+            return PlannerHost(self._kit, self._peers, self._pump, self._starter)
+        journal, found = Journal.resumed(self._where_journal, self._kit.blueprint.job.name)
+        journal.start(self._pump.post)
+        try:
+            host = PlannerHost(self._kit, self._peers, self._pump, self._starter, found)
+            host.journal = journal
+            if not found.empty:
+                journal.begin(host.planner.state(), host.blueprint)
+        except BaseException:
+            journal.close()
+            raise
+        host.take_over()
+        return host
+
+    @property
+    def _where_journal(self) -> str:
+        where = self._kit.blueprint.job.journal
+        assert where is not None, "a planner has a process of its own where there is a journal to come back from"
+        return where
+
+    def open_journal(self, anew: bool, floor: int) -> Future[None]:
+        """Before anything is planned: where the stream begins is written down."""
+
+        def act() -> None:
+            host = self._host
+            if not isinstance(host.journal, Journal):
+                host.journal, _ = Journal.resumed(self._where_journal, self._kit.blueprint.job.name)
+                host.journal.start(self._pump.post)
+            if anew:
+                host.journal.rewound(host.planner.state(), host.blueprint, floor)
+            else:
+                host.journal.begin(host.planner.state(), host.blueprint)
+
+        return self._in_pump(act)
+
+    def _broke(self, error: BaseException) -> None:
+        """Nothing this process holds can be trusted: another takes its place, or the job ends with this."""
+        log.critical("the planner stops: %s: %s", type(error).__name__, error)
+        self._say("broke", error if isinstance(error, Exception) else OverlordError(f"{type(error).__name__}: {error}"))
+
+    def _after_turn(self) -> float | None:
+        host = self._host
+        if (finished := host.planner.finished) is not self._told:
+            self._told = finished
+            self._events.put(("finish", finished))
+        if (acked := host.past.acked) != self._acked:
+            self._acked = acked
+            self._events.put(("progress", acked), hurry=False)
+        for event in host.news():
+            self._events.put(event)
+        return self._events.answer()
+
+    def _staged(self, stage: Stage) -> None:
+        if self._watched:
+            self._events.put(("staged", stage.plan.step, stage.after, stage.skipped))
+
+    def _taken(self, rank: int, step: int) -> None:
+        if self._watched:
+            self._events.put(("taken", rank, step))
+
+    # what happens to the job
+
+    def _in_pump(self, act: Callable[[], Any]) -> Future[Any]:
+        """The caller is answered by the pump: this process hears others meanwhile."""
+        answer = Future[Any]()
+
+        def run() -> None:
+            try:
+                value = act()
+            except Exception as error:
+                answer.set_exception(error)
+            else:
+                answer.set_result(value)
+
+        if self._pump.broken is not None:
+            answer.set_exception(ActorLost("planner", f"{type(self._pump.broken).__name__}: {self._pump.broken}"))
+        else:
+            self._pump.post(run)
+        return answer
+
+    def attach(self, ranks: list[int]) -> Future[None]:
+        """Those that the launching process knew of when this planner was started are attached already."""
+        return self._in_pump(lambda: self._host.attach(dict.fromkeys(r for r in ranks if r not in self._host.attached)))
+
+    def detach(self, rank: int) -> Future[None]:
+        return self._in_pump(lambda: self._host.detach(rank))
+
+    def consumed(self, ranks: list[int], step: int) -> Future[None]:
+        return self._in_pump(lambda: self._host.consumed(ranks, step))
+
+    def event(self, event: Any) -> Future[None]:
+        return self._in_pump(lambda: self._host.event(event))
+
+    def report(self, report: Report) -> Future[bool]:
+        """Whether it came in time for a plan."""
+
+        def act() -> bool:
+            used = self._host.planner.in_time(report)
+            self._host.event(report)
+            return used
+
+        return self._in_pump(act)
+
+    def add_source(self, new: NewSource, h: int, fingerprint: dict[str, str], budget_bytes: int) -> Future[None]:
+        """A source joins; its host was started where the job was launched, and is there."""
+
+        def act() -> None:
+            host, before = self._host, self._host.blueprint
+            assert isinstance(before, PlannerBlueprint)
+            loaders = (*host.hosting.loaders, new.source.loaders)
+            host.adopt_source(before.joined_by(new.source, fingerprint).with_loaders(loaders, READ_AHEAD), h)
+            try:
+                host.add_source(new, h, budget_bytes, lambda: host.journal.joined(new.event, host.blueprint))
+            except BaseException:
+                host.give_back_source(before, h)
+                raise
+
+        return self._in_pump(act)
+
+    def said(self) -> Future[list[Any]]:
+        """Events that are still in force."""
+        return self._in_pump(lambda: list(self._host.planner.state().events))
+
+    def watch(self) -> None:
+        """Somebody serves clients from here on."""
+        self._watched = True
+
+    def move(self, source: int, hosts: list[str]) -> Future[None]:
+        return self._in_pump(lambda: self._host.move(source, hosts))
+
+    # what people ask
+
+    def waiting_for(self, rank: int) -> Future[str]:
+        return self._in_pump(lambda: self._host.waiting_for(rank))
+
+    def figures(self) -> Future[dict[str, Any]]:
+        me = {"pid": os.getpid(), "pss": pss_bytes(), "state": "planning"}
+        return self._in_pump(lambda: {**self._host.figures(), "planner": me, "journal": self._host.journal.figures()})
+
+    def state(self) -> Future[StreamState]:
+        return self._in_pump(lambda: self._host.planner.state())
+
+    def open_step(self) -> Future[int]:
+        return self._in_pump(lambda: self._host.planner.open_step)
+
+    def refuse_planned(self, step: int) -> Future[None]:
+        return self._in_pump(lambda: self._host.planner.refuse_planned(step))
+
+    def stages(self, step: int | None = None) -> Future[list[Stage]]:
+        """The plans that are kept; ``step``: that one alone, if it is."""
+        return self._in_pump(lambda: list(self._host.plans) if step is None else self._host.plans.of(step))
+
+    def steps(self) -> Future[list[int]]:
+        return self._in_pump(lambda: self._host.plans.steps())
+
+    def bad_rows(self) -> Future[list[Quarantined]]:
+        return self._in_pump(lambda: self._host.planner.ledger.bad_rows())
+
+    def summary_buffer(self) -> Future[Buffer]:
+        return self._in_pump(lambda: self._host.planner.summary_buffer())
+
+    def counted(self) -> Future[Counted]:
+        return self._in_pump(self._counted)
+
+    def _counted(self) -> Counted:
+        p = self._host.planner
+        totals = p.ledger
+        return Counted(
+            next_step=p.next_step, samples=totals.samples.copy(), tokens=totals.tokens.copy(), quarantined=totals.quarantined.copy(),
+            dropped=tuple(map(int, p.dropped)), mixed=tuple(totals.mixed), weights=tuple(map(float, p.weights)), feedback=p.feedback,
+        )  # fmt: skip
+
+    # the end
+
+    def leave(self, taken: int = -1) -> None:
+        """Hosts are about to end, and are not to be missed. ``taken``: the last step that all ranks took, as is known elsewhere."""
+        if self._closed:
+            return
+        self._closed = True
+        if hasattr(self, "_host"):
+            self._pump.stop()
+            self._host.close()
+            known = self._host.planner.taken
+            self._host.journal.close(taken if known is None else max(known, taken))
+
+    def close(self) -> None:
+        self.leave()
+        self._peers.shutdown(1.0)

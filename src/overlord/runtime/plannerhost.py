@@ -1,0 +1,182 @@
+"""``ProcessHost`` where the planner has a process of its own: hosts are asked for by name, and those that live are taken over."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from overlord.errors import ActorLost, DataStall, OverlordError
+from overlord.messages import Attach, Detach, Opening
+from overlord.recovery.past import Past
+from overlord.recovery.replay import Recovered
+from overlord.runtime.asked import Remote
+from overlord.runtime.bootstrap import Blueprint
+from overlord.runtime.control import Handle
+from overlord.runtime.hosting import Hosting
+from overlord.runtime.local import Pump
+from overlord.runtime.machine import Machine
+from overlord.runtime.peers import Peers
+from overlord.runtime.plankit import PlannerKit
+from overlord.runtime.process import ProcessHost
+from overlord.runtime.recovering import START_S
+
+TAKEN_S = 5.0  # for a constructor host to say what its clients took; else only what is written counts
+TRIES = 3  # of taking over a host: it may die meanwhile
+PLANNERS = 2**40  # generations between two planners: each may go back a million times
+
+
+class Asking:
+    """The starter of a planner elsewhere: hosts are asked for by name and number, and come by themselves."""
+
+    def __init__(self, peers: Peers, say: Callable[..., None], hosting: Hosting, token: str):
+        self.hosting, self.token = hosting, token
+        self._peers, self._say = peers, say
+
+    def constructor(self, c: int) -> Handle:
+        handle, ticket = self._peers.expect(f"constructor-host/{c}")
+        self._say("constructor", ticket, c)
+        return handle
+
+    def loader_host(self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str]) -> Handle:
+        handle, ticket = self._peers.expect(f"loader-host/{h}")
+        self._say("loader-host", ticket, h, sorted(sources), list(openings), dict(constructors))
+        return handle
+
+    def living(self, name: str) -> Handle:
+        """One that was started for another planner, or before this one wanted it."""
+        handle, ticket = self._peers.expect(name)
+        self._say("meet", ticket, name)
+        return handle
+
+
+def behind(found: Recovered, taken: Sequence[int | None]) -> int:
+    """The last step that every rank took: as it is written, or further, where all are known to have gone on since."""
+    known = [step for step in taken if step is not None]
+    return max(found.acked, min(known)) if known and len(known) == len(taken) else found.acked
+
+
+class PlannerHost(ProcessHost):
+    """The host of a planner elsewhere. ``found``: what the journal says, for one that comes in the place of another."""
+
+    def __init__(
+        self, kit: PlannerKit, peers: Peers, pump: Pump, starter: Asking, found: Recovered | None = None, machine: Machine | None = None
+    ):
+        self._kit, self._asking, self._found, self._clock = kit, starter, found, machine or Machine()
+        self._handles: dict[str, Handle] = {}
+        self._listed: tuple[Any, int, int] = (None, 0, 0)  # of which planner, and how many of its quarantined and spoiled rows were told
+        self._recovered = 0
+        self._had: dict[int, set[int]] = {}  # loaders of a loader host that was taken over
+        state, blueprint = kit.state, kit.blueprint
+        if found is not None:
+            self._handles = {name: starter.living(name) for name in kit.living}
+            if not found.empty:
+                state = found.state(behind(found, self._taken_since(peers)))
+                blueprint = blueprint.first(len(found.names)).floored(found.next_step)  # type: ignore[assignment]
+            starter.hosting = kit.hosting_of(len(blueprint.specs))
+        super().__init__(blueprint, state, peers, pump, kit.session, machine, starter)
+        self._told_hosts = self._cutter.hosts()
+
+    @property
+    def attached(self) -> frozenset[int]:
+        return frozenset(self._attached)
+
+    # taking over
+
+    def _taken_since(self, peers: Peers) -> list[int | None]:
+        """The last step that each attached rank took, as its constructor host says; None where that cannot be asked."""
+        buckets = {rank: b for b, ranks in enumerate(self._kit.blueprint.job.place.buckets("DP")) for rank in ranks}
+        asked = []
+        for rank in self._kit.attached:
+            handle = self._handles.get(f"constructor-host/{self._kit.constructor_of[buckets[rank]]}")
+            asked.append(None if handle is None else peers.call(handle, "taken", rank))
+        found: list[int | None] = []
+        deadline = self._clock.now() + min(TAKEN_S, self._kit.blueprint.options.lost_after_s)
+        for future in asked:
+            try:
+                found.append(None if future is None else int(peers.get(future, max(0.0, deadline - self._clock.now()))))
+            except OverlordError:
+                found.append(None)
+        return found
+
+    def _spawn(self) -> None:
+        if self._found is None:
+            super()._spawn()
+            return
+        self._kits = {h: frozenset(sources) for h, sources in self._kit.kits}
+        for c in range(int(self._constructor_of.max()) + 1):
+            name = f"constructor-host/{c}"
+            self._constructors[c], self._addresses[c] = self._have(name, lambda c=c: self._asking.constructor(c), "address")  # type: ignore[misc]
+        for h in [h for h, sources in sorted(self._kits.items()) if min(sources) < len(self.hosting.loaders)]:
+            args = (h, self._kits[h], (), dict(self._addresses))
+            self._loaders[h], figures = self._have(f"loader-host/{h}", lambda args=args: self._asking.loader_host(*args), "figures")  # type: ignore[misc]
+            self._had[h] = {row["loader"] for row in figures["loaders"]}
+        self.past = Past(self.planner.state(), self.blueprint.job.feedback_lag, self._found.planned)
+        self._base = self._kit.incarnation * PLANNERS
+        for rank in self._kit.attached:
+            self._attached.add(rank)
+            self._served[self._bucket_of[rank]] += 1
+            self.planner.handle(Attach(rank))  # what it would do is not done: this planner only stands for the one that was lost
+
+    def _have(self, name: str, start: Callable[[], Handle], question: str) -> tuple[Remote, Any]:
+        """A host that lives, or else another, and its answer."""
+        handle = self._handles.pop(name, None)
+        for left in reversed(range(TRIES)):
+            remote, patience_s = self._watched(handle or start()), START_S if handle is None else self.blueprint.options.lost_after_s
+            try:
+                return remote, self._control.get(remote.call(self._control, question), patience_s)
+            except ActorLost as lost:
+                if not left or lost.name != name:
+                    raise
+                remote.lost = lost.reason
+            except DataStall as silent:
+                if not left:
+                    raise
+                remote.lost = str(silent)
+                self._kill(remote.handle)
+            handle = None
+        raise AssertionError("the last try returns or raises")
+
+    def take_over(self) -> None:
+        """All hosts are there: they go back with this planner. Who takes part may not be what they were told last."""
+        every = set(self._bucket_of)
+        for rank in sorted(every):
+            self._constructor(rank).out.append(Attach(rank) if rank in self._attached else Detach(rank))
+        self.go_back(self._kit.reason)
+        for h, had in self._had.items():  # some moved since, or were followed there
+            follows = {loader for loader, where in self._shadows.where.items() if where == h}
+            self._loaders[h].out += [("drop", loader) for loader in sorted(had - {*self._loaders_on(h)} - follows)]
+        self.run()
+
+    # a source that joins
+
+    def adopt_source(self, blueprint: Blueprint, h: int) -> None:
+        self.blueprint = blueprint
+        self._kits[h] = frozenset([len(blueprint.job.sources) - 1])
+        name = f"loader-host/{h}"
+        handle = self._handles.pop(name) if name in self._handles else self._asking.living(name)
+        self._loaders[h] = self._watched(handle, joined=False)
+        self._link_again(self._loaders[h])  # a constructor host may be another since it was started
+
+    def give_back_source(self, blueprint: Blueprint, h: int) -> None:
+        self.blueprint = blueprint
+        self._loaders.pop(h).lost = "not needed"
+
+    # what the launching process keeps, since it would be lost with this one
+
+    def news(self) -> Iterator[tuple[Any, ...]]:
+        ledger = self.planner.ledger
+        of, bad, spoiled = self._listed if self._listed[0] is ledger else (ledger, 0, 0)
+        if len(ledger.quarantine) > bad or len(ledger.spoiled) > spoiled:
+            rows = list(itertools.islice(ledger.quarantine, bad, None))
+            late = [row for _, row in itertools.islice(ledger.spoiled, spoiled, None)]
+            yield ("bad", rows, late)
+        self._listed = (of, len(ledger.quarantine), len(ledger.spoiled))
+        if len(self.recoveries) > self._recovered:
+            yield from (("recovered", row) for row in self.recoveries[self._recovered :])
+            self._recovered = len(self.recoveries)
+        if not np.array_equal(hosts := self._cutter.hosts(), self._told_hosts):
+            self._told_hosts = hosts
+            yield ("hosting", hosts.tolist())

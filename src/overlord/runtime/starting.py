@@ -1,0 +1,108 @@
+"""Who starts the hosts of a job. Recipes hold code, and code crosses between processes only when one is started: so they stay with the
+process that launched the job, and whoever plans, there or elsewhere, asks for hosts by number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from overlord.constructor.assembler import BUILD_AHEAD
+from overlord.hooks import CONSTRUCTOR, LOADER, of_kind
+from overlord.messages import Opening
+from overlord.runtime.bootstrap import Blueprint, SourceKit
+from overlord.runtime.constructorhost import ConstructorHost
+from overlord.runtime.control import Control, Handle
+from overlord.runtime.hostactor import Settings
+from overlord.runtime.hosting import Hosting, SourceLoad, load_of, plan_hosts
+from overlord.runtime.loaderhost import LoaderHost
+from overlord.runtime.options import n_cores, ring_bytes
+from overlord.runtime.sendable import sendable
+
+CORES_PER_CONSTRUCTOR = 16  # one builds a hundred million tokens a second; with several, loaders must sort payload by host
+
+
+def loads_of(blueprint: Blueprint) -> list[SourceLoad]:
+    """What reading each source takes, from what its index says; a blueprint without indexes has been told."""
+    if (known := getattr(blueprint, "loads", None)) is not None:
+        return list(known)
+    job = blueprint.job
+    weights = [float(s.weight) for s in job.sources]
+    if isinstance(job.mixture, Mapping):
+        weights = [float(job.mixture.get(s.name, 0.0)) for s in job.sources]
+    total = sum(weights) or 1.0
+    return [
+        load_of(s, p, i, w / total, shuffle_chunks=job.shuffle_chunks, slice_rows=job.slice_rows)
+        for s, p, i, w in zip(job.sources, blueprint.pipelines, blueprint.indexes, weights, strict=True)
+    ]
+
+
+def hosting_of(blueprint: Blueprint) -> Hosting:
+    """Loaders and loader hosts of a job."""
+    job, options = blueprint.job, blueprint.options
+    return plan_hosts(
+        loads_of(blueprint), cores=options.hosts or n_cores(), sources_per_host=options.sources_per_host, loaders=options.loaders,
+        together=bool(of_kind(job.hooks, LOADER)),
+    )  # fmt: skip
+
+
+def n_constructors(blueprint: Blueprint) -> int:
+    """Constructor hosts of a job; without constructors another number counts."""
+    buckets = len(list(blueprint.job.place.buckets("DP")))
+    return blueprint.options.constructor_hosts or min(buckets, max(1, n_cores() // CORES_PER_CONSTRUCTOR))
+
+
+def settings_of(blueprint: Blueprint, hosting: Hosting, token: str, generation: int) -> Settings:
+    """What all hosts are told when they are started."""
+    options = blueprint.options
+    return Settings(
+        name=blueprint.job.name, token=token, generation=generation, workers=max(1, (options.workers or n_cores()) // hosting.n_hosts),
+        open_files=max(1, options.open_files // hosting.n_hosts), open_bytes=max(1, options.open_bytes // hosting.n_hosts),
+        ring_bytes=ring_bytes(options), check=options.check, build_ahead=options.build_ahead or BUILD_AHEAD, broadcast=options.broadcast,
+        failover=options.failover and options.constructors,
+    )  # fmt: skip
+
+
+class Starter(Protocol):
+    """Starts hosts, and does not wait for them; the handles are of the control plane by which they are called."""
+
+    hosting: Hosting
+    token: str
+
+    def constructor(self, c: int) -> Handle: ...
+    def loader_host(self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str]) -> Handle: ...
+
+
+class Recipes:
+    """The starter of the launching process: all that a host is made of. ``blueprint``: the one of now; sources may have joined."""
+
+    def __init__(
+        self, control: Control, blueprint: Callable[[], Blueprint], settings: Settings, hosting: Hosting, constructor_of: Sequence[int]
+    ):
+        self.hosting, self.token = hosting, settings.token
+        self._control, self._blueprint, self._settings = control, blueprint, settings
+        self._constructor_of = np.asarray(constructor_of)
+        self._kits: dict[int, SourceKit] = {}  # those that can be sent, once that is known
+
+    def constructor(self, c: int) -> Handle:
+        blueprint = self._blueprint()
+        job, ranks, hooks = blueprint.job, list(blueprint.job.place.buckets("DP")), of_kind(blueprint.job.hooks, CONSTRUCTOR)
+        buckets = {b: tuple(ranks[b]) for b in np.flatnonzero(self._constructor_of == c).tolist()}
+        return self._control.spawn(
+            ConstructorHost, c, self._settings, buckets, job.batch, job.document_multiple, hooks, blueprint.images,
+            name=f"constructor-host/{c}",
+        )  # fmt: skip
+
+    def loader_host(self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str]) -> Handle:
+        job = self._blueprint().job
+        kits = {i: self._kit(i) for i in sorted(sources)}
+        return self._control.spawn(
+            LoaderHost, h, self._settings, kits, openings, constructors, of_kind(job.hooks, LOADER), job.seed, name=f"loader-host/{h}"
+        )
+
+    def _kit(self, i: int) -> SourceKit:
+        blueprint = self._blueprint()
+        if i not in self._kits or self._kits[i].pipeline is not blueprint.pipelines[i]:  # a source that could not join is another by then
+            self._kits[i] = sendable(blueprint.kit(i), f"source {blueprint.job.sources[i].name!r}")
+        return self._kits[i]

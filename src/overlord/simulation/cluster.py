@@ -1,0 +1,224 @@
+"""A simulated cluster: the process runtime's own classes on a virtual clock, trainers that take steps, and faults by script."""
+
+from __future__ import annotations
+
+import logging
+
+from overlord.channel.seal import unseal
+from overlord.errors import JournalError, OverlordError
+from overlord.messages import Sealed, StreamState
+from overlord.runtime.bootstrap import Blueprint
+from overlord.runtime.options import Options
+from overlord.simulation.disk import SimDisk
+from overlord.simulation.history import History
+from overlord.simulation.launched import Launched
+from overlord.simulation.net import Net
+from overlord.simulation.scenario import STEPS, Scenario
+from overlord.simulation.striking import Script
+from overlord.simulation.trainers import Trainer
+from overlord.simulation.virtual import SimMachine
+from overlord.simulation.world import World
+
+log = logging.getLogger("overlord")
+
+GIVE_UP_S = 600.0  # of virtual time without a step on any rank: far beyond what the checker allows
+MAX_EVENTS = 400_000
+LATE_REPORTS, LATE_S = 50, 0.02  # how often trainers repeat themselves after a fault, and how quickly
+
+
+class Cluster:
+    """One run of a scenario."""
+
+    def __init__(self, scenario: Scenario, *, faults: bool = True):
+        self.scenario = scenario
+        self.world = World(scenario.seed)
+        self.net = Net(self.world)
+        self.history = History()
+        job = scenario.job()
+        self.blueprint = Blueprint(job, Options.of(scenario.options))
+        self.prefetch = self.blueprint.options.prefetch
+        self.session = self.first = 0
+        self.ranks = list(range(job.place.world_size))
+        self.taken: dict[int, int] = {}
+        self.states: dict[int, StreamState | Sealed] = {}  # behind each step, as its trainers would save it
+        self.trainers: dict[int, Trainer] = {}
+        self.error: BaseException | None = None
+        self.broken: BaseException | None = None
+        self.disk = SimDisk(self.world.random, store=scenario.outlives) if scenario.journal else None
+        self.launched = Launched(self, None, 0)
+        for rank in self.ranks:
+            self.seat(rank, 0)
+        self._quiet = False
+        self.script = Script(self, scenario.faults if faults else ())
+
+    # trainers
+
+    def seat(self, rank: int, next_step: int) -> None:
+        process = self.world.start(f"trainer/{rank}")
+        self.trainers[rank] = Trainer(rank, SimMachine(self.world, self.net, process), self, next_step)
+
+    def where(self, rank: int, session: int) -> tuple[str, str]:
+        if session != self.launched.session:
+            raise OverlordError("the session was moved")
+        return self.launched.address_for(rank)
+
+    def took(self, rank: int, step: int, after: StreamState | Sealed) -> None:
+        self.taken[rank] = step
+        self.states[step] = after
+
+    def reports(self, rank: int, step: int) -> None:
+        if self.scenario.learns:
+            self.launched.report(rank, step)
+
+    def report_late(self) -> None:
+        """Trainers repeat themselves while parts are lost: what comes too late for a plan must not count when it is made again."""
+
+        def say() -> None:
+            for rank, step in self.taken.items():
+                self.launched.report_late(rank, step - self.blueprint.job.feedback_lag)
+
+        for k in range(LATE_REPORTS if self.scenario.learns else 0):
+            self.world.at(k * LATE_S, say, None)
+
+    def failed(self, rank: int, error: Exception) -> bool:
+        """Whether the job will be started again."""
+        what = "error"
+        if isinstance(error, JournalError) and self.disk is not None and self.filled:  # as promised: it stops, and says why
+            what = "stopped"
+            self.world.at(0.5, lambda session=self.session: self._when_there_is_room(session), None)  # type: ignore[misc]
+        self.history.add(self.world.now, what, rank=rank, session=self.session, words=f"{type(error).__name__}: {error}")
+        return what == "stopped"
+
+    def _when_there_is_room(self, session: int) -> None:
+        """Whoever runs the job frees some space and starts it again."""
+        if session == self.session and self.disk is not None and (self.disk.full or not self.restart()):
+            self.world.at(0.5, lambda: self._when_there_is_room(session), None)
+
+    @property
+    def filled(self) -> bool:
+        """Whether the disk was full once."""
+        return self.history.fired["disk full", "planner"] > 0 or (self.disk is not None and self.disk.full)
+
+    def not_launched(self, launched: Launched, error: Exception) -> None:
+        """A part was lost before the job had begun: whoever launches it is told so, and does it again."""
+        if self.launched is launched:
+            self.history.add(self.world.now, "launch", session=self.session, words=f"failed: {error}")
+            self.world.at(0.5, lambda: self._launch_again(launched), None)
+
+    def _launch_again(self, launched: Launched) -> None:
+        if self.launched is not launched:
+            return
+        if launched.incarnation:  # no planner can be had in the place of the one that was lost: the job has failed, and is started again
+            self.restart(failed=True)
+            return
+        launched.end(killed=True)
+        self.launched = launched.again()
+
+    def resumed(self, launched: Launched, state: StreamState) -> None:
+        """The journal says where the job goes on."""
+        if not launched.told:
+            launched.told = True
+            self._stand_at("restart", state.step)
+
+    def broke(self, error: BaseException) -> None:
+        """A core raised: never to be seen."""
+        self.broken = error
+        self.history.add(self.world.now, "error", session=self.session, words=f"the pump stopped: {type(error).__name__}: {error}")
+
+    # what happens to them
+
+    def crash(self, rank: int, *, with_step: bool) -> bool:
+        """A trainer dies and is started again; ``with_step``: just when it was handed a step, before it could say so."""
+        trainer = self.trainers[rank]
+        if with_step:
+            trainer.crash_with_step = True
+        trainer.process.on_end.append(lambda: self.world.at(self.world.delay(0.1), lambda: self._again(trainer), None))
+        if not with_step:
+            trainer.process.kill()
+        return True
+
+    def _again(self, trainer: Trainer) -> None:
+        if self.trainers[trainer.rank] is trainer and trainer.rank in self.ranks and not trainer.gone:
+            self.seat(trainer.rank, self.taken.get(trainer.rank, self.first - 1) + 1)
+
+    def leave(self, rank: int) -> bool:
+        """A trainer closes its client: nobody waits for it any more."""
+        if self.launched.host is None or self.trainers[rank].ended or self.scenario.learns:  # what it would report is missed by the mixture
+            return False
+        self.ranks.remove(rank)
+        self.trainers[rank].process.kill()
+        self.history.add(self.world.now, "leave", rank=rank, session=self.session)
+        self.launched.detach(rank)
+        return True
+
+    def rewind(self, which: int) -> bool:
+        """All trainers load an older state: the first moves the session there, the others agree."""
+        steps = [s for s in self.states if s <= self.slowest]
+        if self.launched.host is None or not steps:
+            return False
+        state = self._saved(sorted(steps)[-1 - which % min(5, len(steps))])
+        self._end_trainers()
+        self.launched.end()
+        self.session += 1
+        self._stand_at("rewind", state.step)
+        self.launched = Launched(self, state, self.session, anew=True)
+        return True
+
+    def restart(self, *, failed: bool = False) -> bool:
+        """Everything is killed and the job is started again, from its journal: trainers ask it where they are."""
+        if (self.launched.host is None and not failed) or self.disk is None:
+            return False
+        self._end_trainers()
+        self.launched.end(killed=True)
+        self.session += 1
+        self.launched = Launched(self, None, self.session)
+        return True
+
+    def _saved(self, step: int) -> StreamState:
+        """The state behind a step as a trainer saves it: with all that was said since it was planned."""
+        state = self.states[step]
+        return self.launched.log.completed(unseal(state) if isinstance(state, Sealed) else state, self.blueprint.job.names)
+
+    def _end_trainers(self) -> None:
+        if self.scenario.learns:  # what a state lacks is known to the session that ends
+            self.states = {step: self._saved(step) for step in self.states}
+        for trainer in self.trainers.values():
+            trainer.gone = True
+            trainer.process.kill()
+
+    def _stand_at(self, what: str, step: int) -> None:
+        self.first = step
+        self.states = {s: after for s, after in self.states.items() if s < step}
+        self.taken = dict.fromkeys(self.ranks, step - 1)
+        self.history.add(self.world.now, what, step=step, session=self.session)
+        for rank in self.ranks:
+            self.seat(rank, step)
+
+    def calm(self) -> None:
+        if not self._quiet:
+            self._quiet = True
+            self.history.add(self.world.now, "calm")
+
+    # running
+
+    @property
+    def slowest(self) -> int:
+        return min((self.taken.get(rank, -1) for rank in self.ranks), default=STEPS)
+
+    @property
+    def over(self) -> bool:
+        return self.broken is not None or all(self.trainers[rank].over for rank in self.ranks)
+
+    def run(self) -> History:
+        try:
+            moved, at = 0.0, -1
+            while not self.over and self.world.happened < MAX_EVENTS and self.world.step():
+                if self.slowest != at:
+                    moved, at = self.world.now, self.slowest
+                    self.script.look()
+                if self.world.now - moved > GIVE_UP_S:
+                    break
+        finally:
+            self.world.close()
+            self.blueprint.close()
+        return self.history

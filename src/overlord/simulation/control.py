@@ -1,0 +1,221 @@
+"""The control plane of the virtual world: the contract of ``docs/control.md``, with delays from the seed and no codec in between."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from overlord.errors import ActorLost, DataStall, JobError
+from overlord.runtime.actor import NOBODY
+from overlord.runtime.control import SHUT_DOWN, SHUTDOWN_S, Handle, OnDeath, Record
+from overlord.runtime.hostactor import Settings
+from overlord.simulation.net import Net, Wire
+from overlord.simulation.virtual import SimMachine
+from overlord.simulation.world import Fiber, Process, World
+
+START_S = 0.05  # median, until an actor's factory runs
+KILLED = "killed by signal 9"
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """An actor, whoever calls it."""
+
+    process: Process
+    master: SimControl  # whom it listens to: the last one it was sent to
+    actor: Any = None
+    before: deque[Callable[[], None]] = field(default_factory=deque)  # calls that came before it was there
+
+
+class Family:
+    """The actors of one launching process, by name. They end with it, and outlive whoever else calls them."""
+
+    def __init__(self, owner: Process):
+        self.members: dict[str, Member] = {}
+        self.control: SimControl | None = None  # of the planner that counts
+        owner.on_end.append(lambda: self._ended(owner))
+
+    def _ended(self, owner: Process) -> None:
+        for member in list(self.members.values()):
+            owner.world.at(owner.world.delay(0.001), member.process.kill, None)
+
+    def living(self) -> list[str]:
+        return [name for name, member in sorted(self.members.items()) if member.process.alive]
+
+    def processes(self) -> dict[str, Process]:
+        return {name: member.process for name, member in self.members.items() if member.process.alive}
+
+    def actor(self, name: str) -> Any:
+        member = self.members.get(name)
+        return member.actor if member is not None and member.process.alive else None
+
+
+class SimRecord(Record):
+    """An actor as one control plane knows it."""
+
+    def __init__(self, name: str, member: Member, back: Wire):
+        super().__init__(name)
+        self.member, self.process, self.back = member, member.process, back
+        self.wires: dict[Fiber | None, Wire] = {}  # calls of one thread arrive in order, those of several do not
+
+
+class SimControl:
+    """Actors of one process of the world, its owner."""
+
+    def __init__(self, world: World, net: Net, owner: Process, family: Family | None = None):
+        self._world, self._net, self._owner = world, net, owner
+        self._family = family or Family(owner)
+        self._family.control = self
+        self._names: dict[str, SimRecord] = {}
+        self._closed = False
+        self.outlive = False  # whoever is killed while it is cut off or stopped lives on, as on another machine
+
+    def processes(self) -> dict[str, Process]:
+        return self._family.processes()
+
+    def spawn(
+        self, factory: Callable[..., Any], *args: Any, name: str, resources: Mapping[str, float] | None = None, node: str | None = None
+    ) -> Handle:
+        if self._family.control is not self:
+            raise ActorLost(name, "another planner has taken over: nobody starts anything for this one")
+        if name in self._names:
+            raise JobError(["the name is taken by a living actor; kill that first, or take another name"], f"actor {name!r}")
+        process = self._world.start(name)
+        member = self._family.members[name] = Member(process, self)
+        machine = SimMachine(self._world, self._net, process)
+        given = [replace(a, machine=machine) if isinstance(a, Settings) else a for a in args]
+        record = self._known(name, member)
+        self._world.at(self._world.delay(START_S), lambda: self._begin(record, factory, given), process)
+        assert record.handle is not None
+        return record.handle
+
+    def adopt(self, name: str) -> Handle:
+        """An actor that was started for another caller: from now on it listens to this one."""
+        member = self._family.members[name]
+        member.master = self
+        record = self._known(name, member)
+        if not member.process.alive:
+            self._world.at(0.0, lambda: self._over(record, KILLED), self._owner)
+        assert record.handle is not None
+        return record.handle
+
+    def _known(self, name: str, member: Member) -> SimRecord:
+        record = SimRecord(name, member, self._net.wire(member.process, self._owner))
+        record.handle = Handle(name, None, record)
+        self._names[name] = record
+        member.process.on_end.append(lambda: self._ended(record))
+        return record
+
+    def _begin(self, record: SimRecord, factory: Callable[..., Any], args: list[Any]) -> None:
+        try:
+            record.member.actor = factory(*args)
+        except Exception as fault:
+            words, raised = f"{type(fault).__name__}: {fault}", fault
+            self._world.at(self._world.delay(0.001), lambda: self._over(record, words, fault=raised), self._owner)
+            record.process.kill()
+            return
+        while record.member.before:
+            record.member.before.popleft()()
+
+    def _ended(self, record: SimRecord) -> None:
+        if not self._closed:
+            self._world.at(self._world.delay(0.005), lambda: self._over(record, KILLED), self._owner)
+
+    def _over(self, record: SimRecord, reason: str, fault: BaseException | None = None, quiet: bool = False) -> None:
+        if self._names.get(record.name) is record:
+            del self._names[record.name]
+        record.ended(reason, fault=fault, quiet=quiet)
+
+    # calls
+
+    def call(self, handle: Handle, method: str, *args: Any) -> Future[Any]:
+        record = self._mine(handle)
+        number, answer = record.opened(method)
+        if not answer.done():
+            self._send(record, number, method, args)
+        return answer
+
+    def tell(self, handle: Handle, method: str, *args: Any) -> None:
+        record = self._mine(handle)
+        if record.reason is None:
+            self._send(record, NOBODY, method, args)
+
+    def _send(self, record: SimRecord, number: int, method: str, args: tuple[Any, ...]) -> None:
+        fiber = self._world.fiber
+        wire = record.wires.get(fiber)
+        if wire is None:
+            wire = record.wires[fiber] = self._net.wire(self._owner, record.process)
+        wire.send(lambda: self._take(record, number, method, args))
+
+    def _take(self, record: SimRecord, number: int, method: str, args: tuple[Any, ...]) -> None:
+        member = record.member
+        if member.master is not self:
+            return  # the caller was given up, and does not know
+        if member.actor is None:
+            member.before.append(lambda: self._take(record, number, method, args))
+            return
+        try:
+            value = getattr(member.actor, method)(*args)
+        except Exception as error:
+            self._answer(record, number, False, error)
+            return
+        if isinstance(value, Future):
+            value.add_done_callback(lambda f: self._answer(record, number, f.exception() is None, f.exception() or f.result()))
+        else:
+            self._answer(record, number, True, value)
+
+    def _answer(self, record: SimRecord, number: int, ok: bool, value: Any) -> None:
+        if number != NOBODY and record.process.alive:
+            record.back.send(lambda: record.answered(number, ok, value))
+
+    def get(self, future: Future[Any], timeout_s: float) -> Any:
+        if not future.done() and self._world.fiber is not None:
+            self._world.wait(timeout_s, lambda wake: future.add_done_callback(lambda _: wake()))
+        if not future.done():
+            raise DataStall(f"actor {getattr(future, 'actor', '')!r} to answer", timeout_s)
+        return future.result()
+
+    def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> tuple[list[Future[Any]], list[Future[Any]]]:
+        if not any(f.done() for f in futures) and self._world.fiber is not None:
+
+            def register(wake: Callable[[], None]) -> None:
+                for future in futures:
+                    future.add_done_callback(lambda _: wake())
+
+            self._world.wait(timeout_s, register)
+        return [f for f in futures if f.done()], [f for f in futures if not f.done()]
+
+    def lookup(self, name: str) -> Handle:
+        record = self._names.get(name)
+        if record is None or record.handle is None:
+            raise ActorLost(name, "there is no actor of this name")
+        return record.handle
+
+    def kill(self, handle: Handle) -> None:
+        """The name is free at once. On another machine, cut off or stopped, who is killed does not notice."""
+        record = self._mine(handle)
+        process = record.process
+        if self._family.control is not self:
+            return
+        if self.outlive and process.alive and (process.stopped or process in self._net.cut):
+            self._world.at(0.0, lambda: self._over(record, KILLED), self._owner)
+        elif process.alive:
+            process.kill()
+        if self._names.get(record.name) is record:
+            del self._names[record.name]
+
+    def on_death(self, handle: Handle, callback: OnDeath) -> None:
+        self._mine(handle).on_end(lambda reason: callback(handle, reason))
+
+    def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
+        self._closed = True
+        for record in list(self._names.values()):
+            self._over(record, SHUT_DOWN, quiet=True)
+            self._world.at(0.0, record.process.kill, None)
+
+    def _mine(self, handle: Handle) -> SimRecord:
+        assert isinstance(handle._record, SimRecord)
+        return handle._record

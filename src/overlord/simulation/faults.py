@@ -1,0 +1,61 @@
+"""What goes wrong: each fault a plain line of a script, drawn by the seed, with the moment it strikes and whom."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+# A fault, and the roles it may strike.
+KINDS: dict[str, tuple[str, ...]] = {
+    "kill": ("loader", "constructor", "planner"),
+    "kill several": ("loader", "constructor"),
+    "stop": ("loader", "constructor", "planner"),  # SIGSTOP; it wakes later, perhaps when another has its place
+    "cut off": ("loader", "constructor", "planner", "trainer"),  # alive, but nothing comes from it or gets to it for a while
+    "cut link": ("loader", "constructor", "trainer"),  # one wire of it
+    "slow link": ("loader", "constructor", "trainer"),
+    "slow disk": ("loader",),
+    "torn write": ("planner",),  # it dies in the middle of a write to the journal
+    "disk full": ("planner",),
+    "restart": ("trainer", "job"),
+    "rewind": ("job",),
+    "leave": ("trainer",),
+    "slow trainer": ("trainer",),
+}
+NEEDS_JOURNAL = ("planner", "job")  # roles that come back from what is written
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Strikes when every rank has taken ``step`` and ``after_s`` have passed, or ``patience_s`` after the one before it."""
+
+    kind: str
+    role: str
+    step: int
+    after_s: float
+    patience_s: float
+    seconds: float  # how long it lasts
+    which: int  # of those of the role, by number
+    factor: float = 1.0
+
+    def __str__(self) -> str:
+        lasts = f" for {self.seconds:.2f} s" if self.seconds else ""
+        return f"behind step {self.step} + {self.after_s * 1000:.0f} ms: {self.kind}, {self.role} {self.which}{lasts}"
+
+
+def draw_faults(r: random.Random, steps: int, *, journal: bool) -> tuple[Fault, ...]:
+    """Some classes of faults, and between 3 and 8 of them, over the first two thirds of the run."""
+    every = [(k, role) for k, roles in KINDS.items() for role in roles if journal or role not in NEEDS_JOURNAL or k == "rewind"]
+    classes = r.sample(every, r.randint(1, 5))
+    n = r.randint(3, 8)
+    at = sorted(r.randint(-1, steps * 2 // 3) for _ in range(n))
+    return tuple(_fault(r, r.choice(classes), step) for step in at)
+
+
+def _fault(r: random.Random, what: tuple[str, str], step: int) -> Fault:
+    kind, role = what
+    lasts = kind in ("stop", "cut off", "cut link", "slow link", "slow disk", "slow trainer", "disk full")
+    return Fault(
+        kind, role, step, after_s=r.choice((0.0, r.random() * 0.02, r.random() * 0.2)), patience_s=r.choice((0.05, 0.5, 3.0)),
+        seconds=r.choice((0.05, 0.5, 2.0, 8.0)) * r.uniform(0.5, 1.5) if lasts else 0.0, which=r.randrange(12),
+        factor=r.choice((5.0, 50.0)),
+    )  # fmt: skip

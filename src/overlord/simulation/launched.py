@@ -1,0 +1,217 @@
+"""The launching process of a simulated job, and the planner's: in it, or, where there is a journal to come back from, one of its own."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from overlord.errors import ActorLost, DataStall, OverlordError
+from overlord.messages import Report, StreamState
+from overlord.planner.events import Log
+from overlord.planner.feedback import checked
+from overlord.recovery.replay import Recovered
+from overlord.runtime import resuming
+from overlord.runtime.bootstrap import Blueprint
+from overlord.runtime.constructorhost import ConstructorHost
+from overlord.runtime.control import Handle
+from overlord.runtime.journalling import Journal
+from overlord.runtime.plankit import PlannerBlueprint, PlannerKit
+from overlord.runtime.plannerhost import PlannerHost
+from overlord.runtime.process import READ_AHEAD, ProcessHost
+from overlord.runtime.starting import Recipes, hosting_of, n_constructors, settings_of
+from overlord.runtime.written import Beginning
+from overlord.simulation.control import Family, SimControl
+from overlord.simulation.disk import SimDisk, SimWriter
+from overlord.simulation.virtual import SimMachine
+from overlord.simulation.world import Process
+
+if TYPE_CHECKING:
+    from overlord.simulation.cluster import Cluster
+
+log = logging.getLogger("overlord")
+
+
+class Living(Recipes):
+    """Starts hosts for a planner, and finds those that live for the one that comes after it."""
+
+    def living(self, name: str) -> Handle:
+        assert isinstance(self._control, SimControl)
+        return self._control.adopt(name)
+
+
+class Launched:
+    """A session: everything from one launch, or one move to a state, to the next."""
+
+    def __init__(self, cluster: Cluster, state: StreamState | None, session: int, *, anew: bool = False):
+        self.cluster, self.session = cluster, session
+        self.world = cluster.world
+        self.process = self.world.start("session")
+        self.family = Family(self.process)
+        self.log = Log(cluster.blueprint.job.feedback_lag)
+        self.said: dict[tuple[int, int], Report] = {}
+        self.incarnation, self.over = -1, False
+        self.blueprint, self.hosting = cluster.blueprint, hosting_of(cluster.blueprint)
+        self.constructor_of = (np.arange(cluster.scenario.mesh[0]) % n_constructors(cluster.blueprint)).tolist()
+        self._bucket_of = {rank: b for b, ranks in enumerate(cluster.blueprint.job.place.buckets("DP")) for rank in ranks}
+        self.token = secrets.token_urlsafe(24)
+        self._given = self._initial = state
+        self._anew, self.told = anew, False
+        self.planner = self.process
+        self.host: ProcessHost | None = None
+        self.start_planner()
+
+    def again(self) -> Launched:
+        """The same launch once more."""
+        other = Launched(self.cluster, self._given, self.session, anew=self._anew)
+        other.told = self.told
+        return other
+
+    # the planner
+
+    def start_planner(self, reason: str = "") -> None:
+        self.incarnation += 1
+        world, net = self.world, self.cluster.net
+        if self.cluster.disk is not None:
+            self.planner = world.start("planner")
+            self.process.on_end.append(self.planner.kill)
+            planner, incarnation = self.planner, self.incarnation
+            self.planner.on_end.append(lambda: world.at(world.delay(0.002), lambda: self._missed(planner, incarnation), self.process))
+        self.machine = SimMachine(world, net, self.planner)
+        self.pump = self.machine.pump("planner")
+        self.control = SimControl(world, net, self.planner, self.family)
+        self.control.outlive = self.cluster.scenario.outlives
+        world.spawn(self.planner, lambda: self._begin(reason))
+
+    def _missed(self, planner: Process, incarnation: int) -> None:
+        """The planner is gone: another takes its place, with the hosts that live."""
+        if not self.over and incarnation == self.incarnation and self.cluster.launched is self:
+            if not incarnation and self.host is None:
+                self.cluster.not_launched(self, ActorLost("planner", "it died before the job had begun"))
+                return
+            log.warning("the planner is lost; it is started again")
+            self.host = None
+            self.start_planner("the planner was lost")
+
+    def give_up_planner(self, planner: Process) -> None:
+        """It does not answer: it is killed, or, where that does not reach it, lives on and is not heard any more."""
+        if planner is not self.planner or not planner.alive or self.over:
+            return
+        if self.cluster.scenario.outlives and (planner.stopped or planner in self.cluster.net.cut):
+            self._missed(planner, self.incarnation)
+        else:
+            planner.kill()
+
+    def _begin(self, reason: str) -> None:
+        incarnation, pump = self.incarnation, self.pump
+        try:
+            host = self._make_host(reason)
+        except OverlordError as error:
+            if incarnation == self.incarnation:
+                self.cluster.not_launched(self, error)
+            return
+        if incarnation != self.incarnation:
+            return  # it was given up meanwhile
+        self.host = host
+        pump.start(self.cluster.broke)
+        if not self.incarnation:
+            pump.post(lambda: host.attach(dict.fromkeys(self.cluster.ranks)))
+        for report in self.said.values():  # what nobody heard, or the one before was told and may not have written
+            self._say(report)
+
+    def _make_host(self, reason: str) -> ProcessHost:
+        cluster = self.cluster
+        if cluster.disk is None:
+            return ProcessHost(self.blueprint, self._initial, self.control, self.pump, self.session, self.machine)
+        journal, found = self._open_journal(cluster.disk)
+        if self.incarnation:
+            host = self._planner_host(found, self._initial, reason, self.blueprint)
+            host.journal = journal
+            if not found.empty:
+                journal.begin(host.planner.state(), host.blueprint)
+            else:
+                Beginning(journal, anew=self._anew).write(host, host.blueprint)
+            host.take_over()
+            return host
+        blueprint, state, beginning = self.blueprint, self._initial, Beginning(journal, anew=self._anew and not found.empty)
+        if not self._anew and not found.empty:
+            blueprint, state, beginning = resuming._by_journal(self.blueprint, journal, found, ())
+            self._initial, self.blueprint = state, blueprint
+            assert state is not None
+            cluster.resumed(self, state)
+        host = self._planner_host(None, state, reason, blueprint.floored(beginning.floor))
+        beginning.write(host, host.blueprint)
+        return host
+
+    def _open_journal(self, disk: SimDisk) -> tuple[Journal, Recovered]:
+        journal, found = Journal.resumed(disk.place(self.planner), self.blueprint.job.name)
+        planner = self.planner
+        journal.make_writer = lambda log, told: SimWriter(log, told, planner)
+        journal.start(self.pump.post)
+        return journal, found
+
+    def _planner_host(self, found: Recovered | None, state: StreamState | None, reason: str, blueprint: Blueprint) -> PlannerHost:
+        blueprint = blueprint.with_loaders(self.hosting.loaders, READ_AHEAD)
+        settings = settings_of(blueprint, self.hosting, self.token, self.session)
+        starter = Living(self.control, lambda: blueprint, settings, self.hosting, self.constructor_of)
+        kit = PlannerKit(
+            blueprint=PlannerBlueprint(blueprint), state=state, hosting=self.hosting, token=self.token, session=self.session,
+            incarnation=self.incarnation, reason=reason, constructor_of=tuple(self.constructor_of), living=tuple(self.family.living()),
+            kits=tuple((h, tuple(range(len(blueprint.job.sources)))) for h in range(self.hosting.n_hosts)),
+            attached=tuple(self.cluster.ranks) if self.incarnation else (),
+        )  # fmt: skip
+        return PlannerHost(kit, self.control, self.pump, starter, found, machine=self.machine)  # type: ignore[arg-type]
+
+    # what trainers ask
+
+    def address_for(self, rank: int) -> tuple[str, str]:
+        """Where a rank's steps come from, known to whoever started the constructors, planner or not."""
+        if not self.process.alive:
+            raise ActorLost("the session", "nobody answers at the front door")
+        if self.cluster.disk is None:
+            if self.host is None:
+                raise DataStall("the session to start", 0.0)
+            return self.host.address_for(rank)
+        name = f"constructor-host/{self.constructor_of[self._bucket_of[rank]]}"
+        actor = self.family.actor(name)
+        if not isinstance(actor, ConstructorHost):
+            raise DataStall(f"{name} to be started", 0.0)
+        return actor.address(), self.token
+
+    def report(self, rank: int, step: int) -> None:
+        report = checked(rank, step, self.cluster.scenario.report(rank, step), step + 1)
+        self.said[report.step, report.rank] = report
+        if self.host is not None:
+            self._say(report)
+
+    def report_late(self, rank: int, step: int) -> None:
+        """What the plan of the step this rank took last would have used: nobody may use it now, also when that step is planned again."""
+        if (host := self.host) is not None and step >= 0:
+            late = Report(step, rank, {f"loss/{name}": 9.0 * (i % 2) for i, name in enumerate(self.cluster.scenario.names)})
+            self.pump.post(lambda: host.event(late))
+
+    def _say(self, report: Report) -> None:
+        host = self.host
+        assert host is not None
+
+        def take() -> None:
+            if host.planner.in_time(report):
+                self.log.report(report, 0)
+            host.event(report)
+
+        self.pump.post(take)
+
+    def detach(self, rank: int) -> None:
+        if (host := self.host) is not None:
+            self.pump.post(lambda: host.detach(rank))
+
+    def end(self, *, killed: bool = False) -> None:
+        """The session is closed, or everything is killed at once."""
+        self.over = True
+        if not killed and self.host is not None:
+            self.host.close()
+            taken = self.host.planner.taken
+            self.host.journal.close(-1 if taken is None else taken)
+        self.process.kill()

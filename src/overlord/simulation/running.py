@@ -1,0 +1,85 @@
+"""One seed from end to end: its cluster with faults, the same job undisturbed, and the checker's verdict."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from overlord.simulation.checker import Checker, Facts
+from overlord.simulation.cluster import Cluster
+from overlord.simulation.engine import simulate
+from overlord.simulation.history import History, Seen
+from overlord.simulation.scenario import LONGEST, STEPS, Scenario, content, draw
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """What became of a seed."""
+
+    scenario: Scenario
+    violations: list[str]
+    history: History
+    seconds: float  # of virtual time
+
+    @property
+    def fired(self) -> Counter[tuple[str, str]]:
+        return self.history.fired
+
+    def __str__(self) -> str:
+        said = [str(self.scenario)]
+        said += [
+            f"  {e.t:9.3f} s: {e.what} {e.words}" + (f" to step {e.step}" if e.step >= 0 else "")
+            for e in self.history.events
+            if e.what in TOLD
+        ]
+        said += [f"  VIOLATION: {words}" for words in self.violations[:20]]
+        n, faults = len(self.violations) or "no", self.fired.total()
+        said.append(f"  {n} violations, {faults} faults, {self.seconds:.1f} s, history {self.history.digest()}")
+        return "\n".join(said)
+
+
+TOLD = ("fault", "calm", "rewind", "restart", "error", "launch", "reshard")
+
+
+def undisturbed(scenario: Scenario) -> dict[tuple[int, int], Seen]:
+    """The same job in one process where nothing happens."""
+    report = scenario.report if scenario.learns else None
+    run = simulate(scenario.job(), seed=1, report=report, prefetch=scenario.options["prefetch"])
+    return {(rank, step.step): Seen.of(step) for rank, steps in run.steps.items() for step in steps}
+
+
+def facts_of(scenario: Scenario) -> Facts:
+    place = scenario.job().place
+    return Facts(
+        rows=scenario.rows, content=content, weights=scenario.weights, coords={r: place.coords(r) for r in range(place.world_size)},
+        steps=STEPS, samples=scenario.samples, steady=scenario.steady, longest=LONGEST,
+        prefixes=scenario.look_ahead == 1 and scenario.overflow == "grow",
+    )  # fmt: skip
+
+
+@contextmanager
+def _without_dateutil() -> Iterator[None]:
+    """pyarrow looks for it with every column of Python values; where there is none, looking would be a sixth of the time."""
+    missing = "dateutil" not in sys.modules
+    if missing:
+        sys.modules["dateutil"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if missing:
+            del sys.modules["dateutil"]
+
+
+def run_scenario(scenario: Scenario) -> Verdict:
+    with _without_dateutil():
+        cluster = Cluster(scenario)
+        history = cluster.run()
+        found = Checker(facts_of(scenario), undisturbed(scenario)).check(history)
+    return Verdict(scenario, found, history, cluster.world.now)
+
+
+def run_seed(seed: int) -> Verdict:
+    return run_scenario(draw(seed))

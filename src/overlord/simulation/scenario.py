@@ -1,0 +1,165 @@
+"""What a seed draws: a job, a cluster for it, and what goes wrong there. Plain values, the same for the same seed for ever."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from overlord.job import Batch, Job, Source
+from overlord.placetree import ClientPlaceTree
+from overlord.planner.odm import odm
+from overlord.planner.schedules import staged
+from overlord.simulation.faults import Fault, draw_faults
+from overlord.transforms.base import Tokens
+
+STEPS = 30
+LONGEST = 14  # tokens of a row
+ROWS_PER_SHARD = 64  # more than any shard has: rows are told apart by their tokens
+MESHES = (
+    (1, 1, 1, 1),
+    (2, 1, 1, 1),
+    (3, 1, 1, 1),
+    (2, 2, 1, 1),
+    (2, 1, 2, 1),
+    (2, 1, 1, 2),
+    (1, 2, 2, 1),
+    (4, 1, 1, 1),
+    (1, 2, 1, 2),
+)  # dp, cp, tp, pp
+STRATEGIES = ("vanilla", "packed", "llm_balance", "backbone_balance")
+
+
+def content(source: int, file: int, row: int) -> list[int]:
+    """The tokens of a row. Every token of the world is found in one place of one row, so nothing can be taken for something else."""
+    first = 1 + ((source * 16 + file) * ROWS_PER_SHARD + row) * 16
+    return list(range(first, first + 2 + (row * 7 + file * 3 + source) % (LONGEST - 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The factory of a source: shard by shard the same rows every time."""
+
+    source: int
+    shards: tuple[int, ...]  # rows of each
+
+    def __call__(self, shard: int) -> Iterator[Mapping[str, Any]]:
+        return ({"tokens": np.array(content(self.source, shard, row), np.int32)} for row in range(self.shards[shard]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A seed, spelled out."""
+
+    seed: int
+    rows: tuple[tuple[int, ...], ...]  # rows of every shard of every source
+    weights: tuple[float, ...]
+    learns: bool  # the mixture follows what trainers report
+    changes: bool  # the mixture changes in mid-run
+    mesh: tuple[int, int, int, int]  # dp, cp, tp, pp
+    samples: int  # of a step; 0: the batch is in tokens
+    microbatches: int
+    strategy: str
+    look_ahead: int
+    overflow: str
+    shuffle_chunks: int
+    slice_rows: int
+    options: Mapping[str, Any]
+    journal: bool
+    outlives: bool  # whoever is taken for dead while stopped or cut off lives on, as on another machine
+    faults: tuple[Fault, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"source{i}" for i in range(len(self.rows)))
+
+    @property
+    def world_size(self) -> int:
+        dp, cp, tp, pp = self.mesh
+        return dp * cp * tp * pp
+
+    @property
+    def steady(self) -> bool:
+        """The weights are the sources' own from the first step to the last."""
+        return not self.learns and not self.changes
+
+    def job(self) -> Job:
+        dp, cp, tp, pp = self.mesh
+        sources = [
+            Source.from_factory(
+                name, Rows(i, self.rows[i]), shards=len(self.rows[i]), fingerprint=f"{self.rows[i]}", weight=self.weights[i],
+                transforms=(Tokens("tokens"),),
+            )
+            for i, name in enumerate(self.names)
+        ]  # fmt: skip
+        size: dict[str, Any] = {"samples": self.samples} if self.samples else {"tokens": 72}
+        return Job(
+            name="simulated", sources=sources, place=ClientPlaceTree(dp=dp, cp=cp, tp=tp, pp=pp), seed=self.seed % 1009,
+            batch=Batch(microbatches=self.microbatches, context=32, **size), mixture=self._mixture(), strategy=self.strategy,
+            until=STEPS, look_ahead=self.look_ahead, overflow=self.overflow, shuffle_chunks=self.shuffle_chunks,
+            slice_rows=self.slice_rows, feedback_lag=self.options["prefetch"] + 2, max_age=4,
+        )  # fmt: skip
+
+    def _mixture(self) -> Any:
+        if self.learns:
+            return odm(warmup=2, scale=2.0)
+        if self.changes:
+            first = dict(zip(self.names, self.weights, strict=True))
+            return staged({0: first, 11: dict(zip(self.names, reversed(self.weights), strict=True))})
+        return None
+
+    def report(self, rank: int, step: int) -> dict[str, float]:
+        """What a trainer measured: a function of rank and step, so that it can be said again."""
+        return {f"loss/{name}": 1.0 + ((step * 7 + rank * 3 + i * 5) % 11) / 4 for i, name in enumerate(self.names)}
+
+    def __str__(self) -> str:
+        dp, cp, tp, pp = self.mesh
+        size = f"{self.samples} samples" if self.samples else "72 tokens"
+        mixture = "learned" if self.learns else "staged" if self.changes else "fixed"
+        said = [
+            f"seed {self.seed}: {len(self.rows)} sources of {[sum(r) for r in self.rows]} rows in {[len(r) for r in self.rows]} shards, "
+            f"weights {list(self.weights)} ({mixture})",
+            f"  mesh dp={dp} cp={cp} tp={tp} pp={pp}, {size} a step, {self.microbatches} microbatches, {self.strategy}, "
+            f"look-ahead {self.look_ahead}, overflow {self.overflow}, groups of {self.shuffle_chunks}, slices of {self.slice_rows}",
+            f"  {', '.join(f'{k}={v}' for k, v in self.options.items())}, journal {'yes' if self.journal else 'no'}",
+        ]
+        return "\n".join(said + [f"  {fault}" for fault in self.faults])
+
+
+def draw(seed: int) -> Scenario:
+    """Everything that a seed decides before the world starts."""
+    r = random.Random(seed * 2654435761 % 2**32)
+    n = r.choice((3, 3, 3, 4, 5))
+    weights = tuple(float(r.randint(1, 5)) for _ in range(n))
+    samples = r.choice((0, 6, 8, 8, 9, 12))
+    drawn = [w / sum(weights) * STEPS * (samples or 9) for w in weights]
+    rows = tuple(_shards(r, max(6, int(d / r.uniform(2.1, 3.5)))) for d in drawn)
+    mesh = r.choice(MESHES)
+    holes = r.random() < 0.15 and samples > 0
+    look_ahead = r.choice((1, 2)) if holes else 1
+    learns = r.random() < 0.15
+    journal = r.random() < 0.6
+    prefetch = r.choice((1, 2, 3, 4, 6))
+    options = {
+        "prefetch": prefetch, "build_ahead": r.choice((1, 2, 3)), "read_ahead": r.choice((1, 2, 4)),
+        "loaders": {f"source{i}": r.choice((1, 1, 2, 3)) for i in range(n)}, "hosts": r.randint(1, 4),
+        "sources_per_host": r.choice((2, 3, 5)), "constructor_hosts": r.randint(1, min(3, mesh[0])),
+        "buffer_bytes": r.choice((2**8, 2**12, 2**20)), "lost_after_s": r.choice((1.0, 3.0)),
+        "max_restarts": 20, "shadows": "none" if holes else r.choice(("none", "none", "heavy", "all")),
+    }  # fmt: skip
+    return Scenario(
+        seed=seed, rows=rows, weights=weights, learns=learns, changes=not learns and r.random() < 0.2, mesh=mesh, samples=samples,
+        microbatches=r.choice((1, 2, 3)), strategy="look_ahead_balance" if look_ahead > 1 else r.choice(STRATEGIES),
+        look_ahead=look_ahead, overflow="defer" if holes and look_ahead == 1 else "grow", shuffle_chunks=r.choice((1, 2, 3, 8)),
+        slice_rows=r.choice((4, 8, 16, 32)),
+        options=options, journal=journal, outlives=r.random() < 0.5, faults=draw_faults(r, STEPS, journal=journal),
+    )  # fmt: skip
+
+
+def _shards(r: random.Random, rows: int) -> tuple[int, ...]:
+    """About so many rows over some shards."""
+    n = max(r.randint(1, 5), -(-rows // (ROWS_PER_SHARD - 4)))
+    return tuple(max(1, min(ROWS_PER_SHARD, rows // n + r.randint(-2, 2))) for _ in range(n))

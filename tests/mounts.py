@@ -1,0 +1,111 @@
+"""A file system that fails as a mount does when it is told to: for faults that no real disk can be made to have."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from overlord.sources.files import Files
+
+HANGS = "hangs"  # a pipe: whoever opens it waits until somebody writes to it
+
+
+class Mount(pafs.FileSystemHandler):
+    """The files of this machine by way of a directory of switches: a file there named after an errno (or "short") makes reads fail so, in
+    this and in every other process; a number in it says how often."""
+
+    def __init__(self, switches: str):
+        self.switches, self._fs = switches, pafs.LocalFileSystem()
+
+    def __reduce__(self) -> Any:
+        return Mount, (self.switches,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mount) and other.switches == self.switches
+
+    def get_type_name(self) -> str:
+        return "mount"
+
+    def get_file_info(self, paths: list[str]) -> Any:
+        return self._fs.get_file_info(paths)
+
+    def get_file_info_selector(self, selector: Any) -> Any:
+        return self._fs.get_file_info(selector)
+
+    def open_input_file(self, path: str) -> Any:
+        if (Path(self.switches) / HANGS).exists():
+            os.close(os.open(Path(self.switches) / HANGS / "pipe", os.O_RDONLY))
+        return pa.PythonFile(Stumbling(self, path), mode="r")
+
+    def normalize_path(self, path: str) -> str:
+        return path
+
+    def fault(self) -> str:
+        """What is to fail now, if anything; counted down."""
+        for switch in sorted(Path(self.switches).iterdir()):
+            if switch.is_file():
+                left = int(switch.read_text() or 10**9)
+                if left > 1:
+                    switch.write_text(str(left - 1))
+                else:
+                    switch.unlink()
+                return switch.name
+        return ""
+
+    def _no(self, *args: Any, **kw: Any) -> Any:
+        raise NotImplementedError
+
+    create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = move = copy_file = _no
+    open_input_stream = open_output_stream = open_append_stream = _no
+
+
+class Stumbling:
+    """An open file of a mount."""
+
+    closed = False
+
+    def __init__(self, mount: Mount, path: str):
+        self._mount, self._file = mount, open(path, "rb", buffering=0)  # noqa: SIM115
+
+    def read(self, n: int = -1) -> bytes:
+        fault = self._mount.fault()
+        if fault == "short":
+            return b""
+        if fault:
+            raise OSError(getattr(errno, fault), os.strerror(getattr(errno, fault)))
+        return self._file.read(n)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def close(self) -> None:
+        self._file.close()
+        self.closed = True
+
+
+def mounted(switches: Path) -> Files:
+    switches.mkdir(exist_ok=True)
+    return Files(pafs.PyFileSystem(Mount(str(switches))), False)
+
+
+def hang(switches: Path) -> None:
+    (switches / HANGS).mkdir()
+    os.mkfifo(switches / HANGS / "pipe")
+
+
+def let_go(switches: Path) -> None:
+    """Whoever hangs goes on, and nobody hangs any more."""
+    pipe = switches / HANGS / "pipe"
+    (switches / HANGS).rename(switches / "was")
+    pipe = switches / "was" / "pipe"
+    try:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError as error:
+        assert error.errno == errno.ENXIO, error  # nobody hung
+    pipe.unlink()
+    (switches / "was").rmdir()

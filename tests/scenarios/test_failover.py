@@ -1,0 +1,284 @@
+"""Parts of a job that are killed, stopped or keep dying: trainers see the stream of the run that nobody disturbed, to the byte."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import overlord as ov
+from overlord.errors import ActorLost
+from overlord.planner.strategy import resolve
+from tests import images as pictures
+from tests.processes import Played, halt, hosts_of, launch, left_after, play, run, runs, until
+from tests.properties.test_combined import LAG
+from tests.properties.test_feedback import trainer
+from tests.scenarios.test_images import BROKEN, counted, marked
+from tests.scenarios.test_process import SCENES, job, rows, source
+from tests.worlds import folder
+
+pytestmark = pytest.mark.timeout(120)
+
+STEPS = 40
+APART = {"sources_per_host": 1, "hosts": 4, "constructor_hosts": 2}  # three loader hosts, two constructor hosts
+EVERYONE = ("constructor-host/0", "constructor-host/1", "loader-host/0", "loader-host/1", "loader-host/2")
+
+
+@pytest.fixture(scope="module")
+def calm() -> Played:
+    return run(job(until=STEPS), "local")
+
+
+def killing(*names: str, how: int = signal.SIGKILL) -> Callable[[ov.Session], None]:
+    """Kills these of a session's processes that run just then."""
+
+    def act(session: ov.Session) -> None:
+        for name, pid in hosts_of(session).items():
+            if name in names and runs(pid):
+                os.kill(pid, how)
+
+    return act
+
+
+def recovered(session: ov.Session) -> list[str]:
+    return [r["part"] for r in session.metrics()["recoveries"]]
+
+
+@pytest.mark.parametrize("names", [EVERYONE[:1], EVERYONE[:2], EVERYONE[2:3], EVERYONE[3:], EVERYONE[2:], EVERYONE], ids="+".join)
+def test_whoever_is_killed_nobody_notices(calm: Played, names: tuple[str, ...]) -> None:
+    with launch(job(until=STEPS), **APART) as session:
+        got = play(session, act={9: killing(*names)})
+        until(lambda: sorted(recovered(session)) == sorted(names))
+        told = session.metrics()["recoveries"]
+        assert {r["reason"] for r in told} == {"killed by signal 9"}
+        assert len({r["step"] for r in told}) == 1, "one way back for all"
+        assert all(a["state"] == "running" for a in session.metrics()["actors"] if a["role"] == "host")
+        pids = list(hosts_of(session).values())
+    assert got == calm
+    assert not left_after(pids, 3.0)
+
+
+def test_all_are_killed_again_and_again(calm: Played) -> None:
+    with launch(job(until=STEPS), **APART) as session:
+        assert play(session, act={k: killing(*EVERYONE) for k in (0, 1, 2, 15, 16, 39)}) == calm
+
+
+@pytest.mark.parametrize("names", [EVERYONE[2:4], EVERYONE[1:3]], ids="+".join)
+def test_before_anyone_has_asked_for_a_step(calm: Played, names: tuple[str, ...]) -> None:
+    with launch(job(until=STEPS), **APART) as session:
+        killing(*names)(session)
+        assert play(session) == calm
+
+
+def test_when_the_last_step_was_planned_the_end_is_found_again(calm: Played) -> None:
+    with launch(job(until=STEPS), prefetch=4, **APART) as session:
+        got = play(session, act={STEPS - 2: killing(*EVERYONE), STEPS: killing(*EVERYONE)})
+        assert got == calm
+
+
+def test_one_dies_while_others_are_being_started(calm: Played) -> None:
+    def more(session: ov.Session) -> None:
+        killing("loader-host/0", "constructor-host/1")(session)
+        until(lambda: any("constructor-host/1" in a["name"] and a["state"] != "running" for a in session.metrics()["actors"]))
+        killing("loader-host/1", "constructor-host/0")(session)
+
+    with launch(job(until=STEPS), **APART) as session:
+        assert play(session, act={5: more, 20: more}) == calm
+        assert {"loader-host/0", "constructor-host/1"} <= set(recovered(session))
+
+
+def test_a_part_that_hangs_is_killed_and_replaced(calm: Played) -> None:
+    """One stopped process wakes only to be killed: SIGKILL needs no consent."""
+    stopped: list[int] = []
+
+    def stop(session: ov.Session) -> None:
+        stopped.extend(hosts_of(session)[name] for name in ("loader-host/1", "constructor-host/0"))
+        for pid in stopped:
+            halt(pid)
+
+    with launch(job(until=STEPS), lost_after_s=0.8, **APART) as session:
+        assert play(session, act={9: stop}) == calm
+        told = {r["part"]: r["reason"] for r in session.metrics()["recoveries"]}
+        assert set(told) == {"loader-host/1", "constructor-host/0"}
+        assert all("it answered nothing for" in reason for reason in told.values())
+        assert not left_after(stopped, 3.0)
+
+
+def test_a_part_that_is_stopped_for_a_moment_is_left_alone(calm: Played) -> None:
+    def pause(session: ov.Session) -> None:
+        pid = hosts_of(session)["loader-host/1"]
+        halt(pid)
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGCONT)
+
+    with launch(job(until=STEPS), lost_after_s=5.0, **APART) as session:
+        assert play(session, act={9: pause}) == calm
+        assert recovered(session) == []
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_with_look_ahead_feedback_events_and_sources_that_join(name: str) -> None:
+    scene = SCENES[name]
+    with folder() as directory:
+        made, _, said = scene.job(directory)
+        options = {"prefetch": 1 + scene.salt % (LAG - 2), "loaders": dict.fromkeys(made.names, 1 + scene.salt % 2)}
+        alone = run(made, "local", said=said, report=trainer(scene.salt), **options)
+        everyone = (*EVERYONE, "loader-host/3", "loader-host/4", "loader-host/5")
+        acts = {1: killing(*everyone[2:]), 2: killing("loader-host/0", "constructor-host/1")}
+        hit = run(made, "process", said=said, report=trainer(scene.salt), act=acts, **options, **APART)
+    assert len(alone.states) > 2
+    assert hit == alone
+
+
+@pytest.mark.parametrize("shadows", ["none", "all"])
+def test_with_images_some_broken_hooks_and_transforms_in_processes_of_their_own(tmp_path: Path, shadows: str) -> None:
+    hooks = [ov.loader_do_plan(marked), ov.constructor_do_plan(counted)]
+    given = pictures.sources(tmp_path, broken=BROKEN)
+    apart = [ov.Source(s.name, s.uri, transforms=s.transforms, epochs=None, workers="processes") for s in given]
+    made = pictures.job(tmp_path, sources=apart, hooks=hooks, until=8, broken=BROKEN)
+    alone = run(made, "local")
+    acts = {2: killing(*EVERYONE[:3]), 4: killing("loader-host/1"), 6: killing(*EVERYONE)}
+    with launch(made, shadows=shadows, **APART) as session:
+        assert play(session, act=acts).steps == alone.steps
+        found = session.quarantine()  # a constructor host that was killed may have had no time to tell what it found
+        assert found == [row for row in alone.quarantine if row in found], "each once, though steps were built again"
+        workers = until(lambda: [row["worker_pid"] for row in session._host.figures()["loaders"] if row["worker_pid"]])
+    assert alone.quarantine
+    assert not left_after(workers, 3.0)
+
+
+def test_what_is_said_between_two_deaths_counts(calm: Played) -> None:
+    """Events, a source that joins, one that moves: said while parts are being started, and while steps are planned again."""
+
+    def say(session: ov.Session) -> None:
+        session.set_mixture({"a": 1.0, "b": 3.0}, at=14)
+
+    def add(session: ov.Session) -> None:
+        session.skip([18])
+        session.add_source(source("d", 30, 5000), at=20)
+
+    def hit(*names: str, then: Callable[[ov.Session], None]) -> Callable[[ov.Session], None]:
+        return lambda session: (killing(*names)(session), then(session))[1]  # type: ignore[func-returns-value]
+
+    made = job(until=STEPS)
+    alone = run(made, "local", act={6: say, 10: add})
+    with launch(made, **APART) as session:
+
+        def move(session: ov.Session) -> None:
+            until(lambda: _moved(session))
+
+        acts = {
+            6: hit("loader-host/0", then=say), 10: hit("constructor-host/0", "loader-host/1", then=add), 12: killing("loader-host/3"),
+            25: hit("loader-host/2", then=move), 27: killing("loader-host/0", "loader-host/1"), 30: killing("loader-host/3"),
+        }  # fmt: skip
+        got = play(session, act=acts)
+    assert got.steps == alone.steps
+    assert got == alone
+
+
+def _moved(session: ov.Session) -> bool:
+    """Where it is to move to may just be being started."""
+    with contextlib.suppress(ov.JobError):
+        session.move("a", "loader-host/1")
+        return True
+    return False
+
+
+def test_a_part_that_keeps_dying_ends_the_job_with_what_it_died_of() -> None:
+    sources = [ov.Source("m", rows(60, 0), transforms=[ov.Map(ends_later, rows=True), ov.Tokens("tokens")], epochs=None)]
+    with launch(job(sources=[*sources, source("a", 60, 1000)]), max_restarts=2) as session:
+        got = play(session)
+        assert got.error == "ActorLost('loader-host/0', 'exit code 3')"
+        assert len(set(map(tuple, got.numbers))) == 1
+        with pytest.raises(ActorLost, match="loader-host/0 is lost: exit code 3"):
+            next(session.client(1))
+
+
+def ends_later(row: dict[str, Any]) -> dict[str, Any]:
+    if row["n"] == 41:
+        os._exit(3)
+    return row
+
+
+def test_a_strategy_that_is_no_function_of_its_input_is_told_of() -> None:
+    with launch(job(until=STEPS, strategy=Moody()), **APART) as session:
+        got = play(session, act={9: killing("loader-host/1")})
+    assert "PlanError" in got.error
+    assert "came out different" in got.error
+
+
+class Moody:
+    """Places a step otherwise when it is asked for a second time."""
+
+    def __init__(self) -> None:
+        self.asked: set[int] = set()
+
+    def __call__(self, buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
+        plan = resolve("vanilla")(buffer, place)
+        turned = replace(plan.main, bucket=1 - plan.main.bucket) if buffer.step in self.asked else plan.main
+        self.asked.add(buffer.step)
+        return replace(plan, modules={"backbone": turned})
+
+
+def test_plans_and_metrics_know_each_step_once(calm: Played) -> None:
+    with launch(job(until=STEPS), **APART) as session:
+        play(session, act={9: killing("loader-host/1"), 20: killing("constructor-host/0")})
+        steps = [stage.plan.step for stage in session._host.plans]
+        assert steps == sorted(set(steps)) == list(range(STEPS))
+
+
+# stand-bys
+
+
+def test_stand_bys_take_over_at_once_and_new_ones_are_built(calm: Played) -> None:
+    with launch(job(until=STEPS), shadows="all", **APART) as session:
+        assert {row["source"] for row in until(lambda: session.metrics()["shadows"])} == set(session.job.names)
+
+        def hit(*names: str) -> Callable[[ov.Session], None]:
+            """When all loaders have a stand-by."""
+
+            def act(session: ov.Session) -> None:
+                until(lambda: len(session.metrics()["shadows"]) == 3)
+                killing(*names)(session)
+
+            return act
+
+        acts = {9: hit("loader-host/0"), 15: hit("loader-host/1"), 21: hit("loader-host/2"), 30: hit("loader-host/0", "constructor-host/1")}
+        assert play(session, act=acts) == calm
+        told = session.metrics()["recoveries"]
+        assert sum(r["part"].startswith("loader-host") for r in told) == 4
+        assert until(lambda: session.metrics()["memory"]["shadows"]) > 0
+
+
+@pytest.mark.parametrize(
+    "names", [("loader-host/0", "loader-host/1"), ("loader-host/0", "loader-host/1", "loader-host/2"), EVERYONE], ids="+".join
+)
+def test_whoever_dies_with_its_stand_by_is_read_again(calm: Played, names: tuple[str, ...]) -> None:
+    with launch(job(until=STEPS), shadows="all", **APART) as session:
+        assert play(session, act={k: killing(*names) for k in (3, 9, 10, 25)}) == calm
+
+
+def test_a_source_that_moves_to_where_it_is_followed(calm: Played) -> None:
+    def move(session: ov.Session) -> None:
+        followed = {row["source"]: row["pid"] for row in until(lambda: session.metrics()["shadows"])}["a"]
+        [there] = [name for name, pid in hosts_of(session).items() if pid == followed]
+        session.move("a", there)
+        assert until(lambda: [r["pid"] for r in session.metrics()["shadows"] if r["source"] == "a"]) != [followed]
+
+    with launch(job(until=STEPS), shadows="all", **APART) as session:
+        names = list(hosts_of(session))
+        assert play(session, act={5: move, 8: killing(names[0]), 14: killing(names[1]), 20: killing(names[2])}) == calm
+
+
+def test_heavy_sources_alone_have_a_stand_by(calm: Played) -> None:
+    with launch(job(until=STEPS), shadows="heavy", **APART) as session:
+        found = {row["source"] for row in until(lambda: session.metrics()["shadows"])}
+        assert found < set(session.job.names)
+        assert play(session, act={9: killing(*EVERYONE[2:4])}) == calm

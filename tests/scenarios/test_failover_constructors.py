@@ -1,0 +1,214 @@
+"""A constructor host dies under its trainers: they go on from the steps they have, wait for the next with a named reason, and get what they
+would have got."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+import overlord as ov
+from overlord.errors import ActorLost, DataStall, OverlordError
+from overlord.runtime.serving import Served
+from tests.images import job as job_with_images
+from tests.processes import Played, halt, hosts_of, launch, play, run, runs, until, written
+from tests.scenarios.test_images import BROKEN
+from tests.scenarios.test_process import job
+
+pytestmark = pytest.mark.timeout(120)
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def calm() -> Played:
+    return run(job(until=STEPS), "local")
+
+
+@pytest.fixture
+def session() -> Iterator[ov.Session]:
+    with launch(job(until=STEPS), constructor_hosts=2, sources_per_host=2, hosts=2, build_ahead=4) as made:
+        yield made
+
+
+def kill(session: ov.Session, name: str) -> None:
+    pid = until(lambda: runs(found := hosts_of(session)[name]) and found)  # it may just be replaced
+    os.kill(pid, signal.SIGKILL)
+
+
+def trains(client: ov.Client, got: list[Any], act: dict[int, Callable[[], None]]) -> None:
+    """Until the end. What is due at a step is done when it was taken."""
+    for step in client:
+        got.append(written(step))
+        act.get(step.step, lambda: None)()
+    client.close()
+
+
+def side_by_side(clients: list[ov.Client], acts: dict[int, Callable[[], None]]) -> dict[int, list[Any]]:
+    """All ranks train; the first one does what is due."""
+    got: dict[int, list[Any]] = {client.rank: [] for client in clients}
+    threads = [threading.Thread(target=trains, args=(c, got[c.rank], acts if c.rank == 0 else {})) for c in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return got
+
+
+def connected(served: Served) -> list[ov.Client]:
+    return [ov.connect(served, rank, served.token, stall_limit_s=30.0) for rank in range(2)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_connected_trainers_get_every_step_once_whenever_their_constructors_die(session: ov.Session, calm: Played, seed: int) -> None:
+    chance = Random(seed)
+    deaths = sorted(chance.sample(range(STEPS - 4), 3))
+    acts = {step: partial(kill, session, f"constructor-host/{chance.randrange(2)}") for step in deaths}
+    assert side_by_side(connected(session.serve()), acts) == calm.steps  # type: ignore[arg-type]
+
+
+class Gate:
+    """Holds back whoever starts a constructor host."""
+
+    def __init__(self, session: ov.Session, monkeypatch: pytest.MonkeyPatch):
+        starter: Any = session._host._starter  # type: ignore[attr-defined]
+        self._start, self._open = starter.constructor, threading.Event()
+        monkeypatch.setattr(starter, "constructor", self._wait)
+
+    def _wait(self, c: int) -> Any:
+        assert self._open.wait(60)
+        return self._start(c)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in the session's process", "connected"])
+def test_while_it_is_replaced_a_trainer_has_its_prefetched_steps_and_then_a_named_reason(
+    session: ov.Session, calm: Played, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    clients = [session.client(rank) for rank in range(2)] if inside else connected(session.serve())
+    for client in clients:
+        client._warn_s, client._limit_s, client._on_stall = 0.05, 30.0, lambda words, seconds: said.append(words)
+    got = {client.rank: [written(next(client))] for client in clients}
+    until(lambda: min(len(client._inbox) for client in clients) == 4)
+    gate = Gate(session, monkeypatch)
+    kill(session, "constructor-host/0")
+    until(lambda: session._host._constructors[0].lost)  # type: ignore[attr-defined]
+    for client in clients:
+        got[client.rank] += [written(next(client)) for _ in range(4)]
+    waits = threading.Thread(target=lambda: got[0].extend([written(next(clients[0]))]))
+    waits.start()
+    until(lambda: [w for w in said if all(part in w for part in ("constructor-host/0", "killed by signal 9", "started again"))])
+    gate.open()
+    waits.join(30)
+    got[0] += [written(next(clients[0]))]
+    got[1] += [written(next(clients[1])) for _ in range(2)]
+    assert got == {rank: steps[:7] for rank, steps in calm.steps.items()}
+
+
+def test_who_connects_while_it_is_replaced_is_served_when_it_is_there(
+    session: ov.Session, calm: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, gate = session.serve(), Gate(session, monkeypatch)
+    kill(session, "constructor-host/0")
+    until(lambda: session._host._constructors[0].lost)  # type: ignore[attr-defined]
+    clients = connected(served)
+    clients[0]._limit_s = 0.2
+    with pytest.raises(DataStall, match="constructor-host/0 to be started again"):
+        next(clients[0])
+    clients[0]._limit_s = 30.0
+    gate.open()
+    assert side_by_side(clients, {}) == calm.steps
+
+
+def test_a_trainer_and_its_constructor_that_die_together(session: ov.Session, calm: Played) -> None:
+    served = session.serve()
+    first, other = connected(served)
+    got = {0: [written(next(first)) for _ in range(3)], 1: [written(next(other)) for _ in range(2)]}
+    until(lambda: session._host.taken_by(0) == 2)  # type: ignore[attr-defined]
+    first._inbox._drop_link("it died")  # type: ignore[attr-defined]
+    first._asking = None  # type: ignore[attr-defined]
+    kill(session, "constructor-host/0")
+    again = ov.connect(served, 0, served.token, stall_limit_s=30.0)
+    rest = side_by_side([again, other], {})
+    assert rest[0][0][0] in (2, 3), "behind the last step that anyone who lives knows to be taken"
+    assert got[0][: rest[0][0][0]] + rest[0] == calm.steps[0]
+    assert got[1] + rest[1] == calm.steps[1]
+
+
+def test_one_that_is_stopped_is_replaced_and_hands_out_nothing_when_it_wakes(calm: Played) -> None:
+    with launch(job(until=STEPS), constructor_hosts=2, lost_after_s=1.0) as session:
+        stopped: list[int] = []
+
+        def stop() -> None:
+            stopped.append(hosts_of(session)["constructor-host/1"])
+            halt(stopped[0])
+
+        got = side_by_side(connected(session.serve()), {5: stop})
+        assert got == calm.steps
+        assert [r["part"] for r in session.metrics()["recoveries"]] == ["constructor-host/1"]
+
+
+def test_one_that_dies_again_and_again_is_given_up_and_its_clients_hear_of_what(calm: Played) -> None:
+    with launch(job(until=STEPS), lost_after_s=5.0, max_restarts=2) as session:
+        clients = connected(session.serve())
+        got = [written(next(client)) for client in clients]
+        assert got == [calm.steps[rank][0] for rank in range(2)]
+        gave_up = threading.Event()
+
+        def act() -> None:
+            while not gave_up.is_set():
+                with contextlib.suppress(ProcessLookupError, OverlordError):  # it may just be replaced
+                    os.kill(hosts_of(session)["constructor-host/0"], signal.SIGKILL)
+                gave_up.wait(0.05)
+
+        killer = threading.Thread(target=act)
+        killer.start()
+        try:
+            with pytest.raises(ActorLost, match=r"constructor-host/0 is lost: killed by signal 9"):
+                deque(clients[0], maxlen=0)
+        finally:
+            gave_up.set()
+            killer.join()
+
+
+def test_images_that_cannot_be_decoded_are_listed_once_though_their_step_is_built_twice(tmp_path: Path) -> None:
+    made = job_with_images(tmp_path, until=10, broken=BROKEN)
+    alone = run(made, "local")
+    assert alone.quarantine
+    with launch(made, constructor_hosts=1) as session:
+        got = play(session, act={k: lambda s: kill(s, "constructor-host/0") for k in (2, 5)})
+        assert got.steps == alone.steps
+        # What a host had built and not told of when it died is told by nobody, if trainers have taken it: it is for the record only.
+        listed = session.quarantine()
+        assert [q for q in alone.quarantine if q in listed] == listed
+
+
+def test_serving_waits_for_a_host_that_does_not_answer_and_holds_up_nobody() -> None:
+    with launch(job(until=STEPS), lost_after_s=30.0) as session:
+        pid = hosts_of(session)["constructor-host/0"]
+        halt(pid)
+        served: list[Served] = []
+        thread = threading.Thread(target=lambda: served.append(session.serve()))
+        thread.start()
+        try:
+            asked = threading.Thread(target=session.state_dict)
+            asked.start()
+            asked.join(10)
+            assert not asked.is_alive(), "whoever asks the session for something else is answered"
+            assert not served
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        thread.join(30)
+        assert served

@@ -1,0 +1,336 @@
+"""With a journal the planner is a process like others: it may be killed or stopped at any moment, and the stream is that of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+import overlord as ov
+from overlord.errors import ActorLost, JobError, PlanError
+from tests.deadly import FATAL_STEP, deadly
+from tests.processes import Played, halt, hosts_of, launch, left_after, plain, play, program, run, runs, until, written
+from tests.properties.test_combined import LAG
+from tests.properties.test_feedback import Chaser, trainer
+from tests.scenarios.test_process import APART as HOSTS
+from tests.scenarios.test_process import SCENES, job, rows, source
+from tests.worlds import folder
+
+pytestmark = pytest.mark.timeout(120)
+
+APART: dict[str, Any] = dict(HOSTS)
+STEPS = 40
+SOON_S = 10.0  # a planner is there again in less than a second; machines are noisy
+
+
+@pytest.fixture(scope="module")
+def alone() -> Played:
+    return run(job(until=STEPS), "local")
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> str:
+    return str(tmp_path / "journal")
+
+
+def planner_of(session: ov.Session) -> int:
+    [pid] = [a["pid"] for a in session.metrics()["actors"] if a["role"] == "planner"]
+    assert isinstance(pid, int)
+    return pid
+
+
+def killed(*names: str) -> Callable[[ov.Session], None]:
+    """Kills the planner and these hosts, at once, as far as that can be."""
+
+    def act(session: ov.Session) -> None:
+        pids = [planner_of(session), *(hosts_of(session)[name] for name in names)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    return act
+
+
+# without faults
+
+
+@pytest.mark.parametrize("name", list(SCENES)[:4])
+def test_a_small_world_is_the_same_with_a_planner_elsewhere(name: str, journal: str) -> None:
+    scene = SCENES[name]
+    with folder() as directory:
+        made, _, said = scene.job(directory)
+        options = {"prefetch": 1 + scene.salt % (LAG - 2), "loaders": dict.fromkeys(made.names, 1 + scene.salt % 2)}
+        alone = run(made, "local", said=said, report=trainer(scene.salt), **options)
+        apart = run(replace(made, journal=journal), "process", said=said, report=trainer(scene.salt), **options, **APART)
+    assert len(alone.states) > 2
+    assert apart == alone
+
+
+def test_the_planner_is_listed_with_its_process_and_goes_with_the_session(alone: Played, journal: str) -> None:
+    with launch(job(until=STEPS, journal=journal), **APART) as session:
+        pid, hosts = planner_of(session), hosts_of(session)
+        assert pid not in {os.getpid(), *hosts.values()}
+        assert play(session) == alone
+        with pytest.raises(JobError, match="no process of this job is called 'x'; there are planner, constructor-host/0"):
+            session.kill("x")
+    assert not left_after([pid, *hosts.values()], SOON_S)
+
+
+def test_what_is_asked_of_a_planner_elsewhere_is_what_one_here_says(journal: str) -> None:
+    made = job(until=20)
+    with launch(made, "local") as here, launch(replace(made, journal=journal), **APART) as there:
+        for session in (here, there):
+            play(session, steps=6)
+            until(lambda s=session: s._pump.ask(lambda: s._host.planner.next_step, "") == 10)  # type: ignore[misc]
+        assert there.plan(4).digest() == here.plan(4).digest()
+        assert str(there.explain(4)) == str(here.explain(4))
+        assert there.quarantine() == here.quarantine()
+        with pytest.raises(PlanError, match="step 100 is not planned yet, or no longer held; steps held: 0 to 9"):
+            there.plan(100)
+        one, other = here.metrics(), there.metrics()
+        same = ("planned_steps", "samples", "tokens", "mix", "feedback")
+        assert {key: other[key] for key in same} == {key: one[key] for key in same}
+        assert there.summary_buffer().batch == here.summary_buffer().batch
+
+
+def test_what_cannot_be_sent_to_the_planner_is_told_by_name(journal: str) -> None:
+    with pytest.raises(JobError, match=r"strategy: .*cannot be sent to another process.*use functions of a module"):
+        launch(job(strategy=lambda buffer, place: deadly(buffer, place), journal=journal))
+    assert not Path(journal).exists() or not list(Path(journal).glob("*.ovj")), "a launch that fails leaves no journal behind"
+
+
+# kills
+
+
+@pytest.mark.parametrize("prefetch", [1, 4])
+def test_a_planner_that_is_killed_again_and_again_leaves_the_stream_as_it_is(alone: Played, journal: str, prefetch: int) -> None:
+    moments = dict.fromkeys((0, 1, 7, 8, 9, 25, STEPS - 1), killed())
+    with launch(job(until=STEPS, journal=journal), prefetch=prefetch, **APART) as session:
+        first = planner_of(session)
+        assert play(session, act=moments) == alone
+        assert planner_of(session) != first
+        told = [r for r in session.metrics()["recoveries"] if r["part"] == "planner"]
+        assert len(told) == len(moments)
+        assert {r["reason"] for r in told} == {"killed by signal 9"}
+
+
+@pytest.mark.parametrize(
+    "others",
+    [["loader-host/1"], ["constructor-host/1"], ["loader-host/0", "loader-host/1", "loader-host/2", "constructor-host/0"]],
+    ids=["a loader host", "a constructor host", "nearly all"],
+)
+def test_hosts_that_die_with_the_planner_come_back_with_it(alone: Played, journal: str, others: list[str]) -> None:
+    with launch(job(until=STEPS, journal=journal), **APART) as session:
+        assert play(session, act={5: killed(*others), 20: killed(*others)}) == alone
+
+
+def test_planner_and_hosts_are_killed_at_random_while_ranks_train_side_by_side(alone: Played, journal: str) -> None:
+    random = Random(7)
+    with launch(job(until=STEPS, journal=journal), max_restarts=50, **APART) as session:
+        clients = [session.client(rank) for rank in range(2)]
+        got: dict[int, list[Any]] = {0: [], 1: []}
+
+        def train(rank: int) -> None:
+            for step in clients[rank]:
+                got[rank].append(written(step))
+                time.sleep(0.02)
+
+        threads = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        deaths = 0
+        while any(thread.is_alive() for thread in threads) and deaths < 12:
+            handles = [session._host._parts.planner, *session._host._parts.hosts.values()]  # type: ignore[attr-defined]
+            for handle in random.sample(handles, random.choice((1, 1, 2))):
+                try:
+                    os.kill(handle.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                deaths += 1
+            time.sleep(random.random() * 0.3)
+        for thread in threads:
+            thread.join(60)
+        assert got == alone.steps
+        assert deaths > 3
+
+
+def test_a_planner_that_hangs_is_replaced_and_when_it_wakes_it_is_no_more(alone: Played, journal: str) -> None:
+    with launch(job(until=STEPS, journal=journal), lost_after_s=1.0, **APART) as session:
+        before = play(session, steps=6)
+        zombie = planner_of(session)
+        halt(zombie)
+        got = play(session)
+        for rank, steps in got.steps.items():
+            assert before.steps[rank] + steps == alone.steps[rank]
+        assert planner_of(session) != zombie
+        assert not runs(zombie), "there is one who writes the journal"
+
+
+def test_a_planner_that_cannot_be_kept_alive_ends_the_job_with_what_it_died_of(journal: str) -> None:
+    made = job(strategy=deadly, until=STEPS, journal=journal)
+    with launch(made, max_restarts=2, **APART) as session:
+        got = play(session)
+        assert got.error == repr(ActorLost("planner", "exit code 3"))
+        assert all(numbers == list(range(len(numbers))) and len(numbers) <= FATAL_STEP for numbers in got.numbers)
+        with pytest.raises(ActorLost, match="planner is lost: exit code 3"):
+            session.set_mixture({"a": 1.0})
+
+
+# what is said and asked while it is gone
+
+
+def test_clients_go_on_with_what_they_have_and_then_wait_for_the_planner_by_name(alone: Played, journal: str) -> None:
+    with launch(job(until=STEPS, journal=journal), prefetch=2, **APART) as session:
+        before = play(session, steps=4)
+        clients = [session.client(rank) for rank in range(2)]
+        until(lambda: min(len(client._inbox) for client in clients) == 2)
+        os.kill(planner_of(session), signal.SIGKILL)
+        until(lambda: session._why(0) == "the planner, which is being started again (killed by signal 9)")
+        for step in (4, 5):
+            for rank, client in enumerate(clients):
+                assert written(next(client)) == alone.steps[rank][step]
+        after = play(session)
+        for rank, steps in alone.steps.items():
+            assert before.steps[rank] + steps[4:6] + after.steps[rank] == steps
+
+
+def test_states_can_be_saved_while_the_planner_is_gone(alone: Played, journal: str) -> None:
+    with launch(job(until=STEPS, journal=journal), lost_after_s=600.0, **APART) as session:
+        play(session, steps=4)
+        clients = [session.client(rank) for rank in range(2)]
+        until(lambda: min(len(client._inbox) for client in clients) >= 2)
+        pid = planner_of(session)
+        halt(pid)
+        savers = [session.state_dict, *(client.state_dict for client in clients)]
+        assert [plain(save()) for save in savers] == [alone.states[3]] * 3
+        for client in clients:
+            next(client)
+        assert [plain(save()) for save in savers] == [alone.states[4]] * 3
+        os.kill(pid, signal.SIGCONT)
+        assert play(session).steps[0] == alone.steps[0][5:]
+
+
+def test_events_and_reports_that_are_said_when_the_planner_dies_count_as_if_it_had_not(journal: str) -> None:
+    made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=LAG, until=STEPS)
+    said: dict[int, Callable[[ov.Session], Any]] = {
+        4: lambda s: s.skip([12, 13]), 9: lambda s: s.set_mixture({"a": 1.0, "b": 1.0}, at=20),
+        15: lambda s: s.set_mixture({"c": 1.0, "b": 2.0}, at=30),
+    }  # fmt: skip
+
+    def with_kill(act: Callable[[ov.Session], Any]) -> Callable[[ov.Session], None]:
+        def do(session: ov.Session) -> None:
+            os.kill(planner_of(session), signal.SIGKILL)
+            act(session)
+
+        return do
+
+    options = {"prefetch": 3, "report": trainer(4)}
+    calm = run(made, "local", act=said, **options)
+    wild = run(replace(made, journal=journal), "process", act={k: with_kill(a) for k, a in said.items()}, **options, **APART)
+    assert wild == calm
+
+
+def test_a_source_that_joined_and_one_that_moved_are_where_they_were_after_the_planner_died(journal: str) -> None:
+    def join(session: ov.Session) -> None:
+        session.add_source(source("late", 50, 5000), at=14)
+
+    def move(session: ov.Session) -> None:
+        session.move("a", "loader-host/1")
+
+    made = job(until=30)
+    calm = run(made, "local", act={3: join})
+    with launch(replace(made, journal=journal), **APART) as session:
+        assert play(session, act={2: move, 3: join, 4: killed(), 20: killed("loader-host/3")}) == calm
+        where = {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] == "loader"}
+        assert where["loader/a/0"] == hosts_of(session)["loader-host/1"]
+        assert where["loader/late/3"] == hosts_of(session)["loader-host/3"]
+
+
+def test_plans_explanations_and_bad_rows_after_the_planner_was_replaced(journal: str) -> None:
+    bad = ov.Source("bad", rows(60, 3000), transforms=[ov.Map(_picky, rows=True), ov.Tokens("tokens")], epochs=None)
+    made = job(sources=[source("a", 60, 0), bad], until=STEPS)
+    with launch(made, "local") as here, launch(replace(made, journal=journal), **APART) as there:
+        calm, wild = play(here), play(there, act={8: killed(), 21: killed("loader-host/0")})
+        assert wild == calm
+        assert len(calm.quarantine) > 5
+        for step in (28, STEPS - 1):
+            assert there.plan(step).digest() == here.plan(step).digest()
+            assert str(there.explain(step)) == str(here.explain(step))
+        assert there.metrics()["sources"]["bad"]["quarantined"] == here.metrics()["sources"]["bad"]["quarantined"]
+
+
+def _picky(row: dict[str, Any]) -> dict[str, Any]:
+    if row["n"] % 9 == 4:
+        raise ValueError("a row like this")
+    return row
+
+
+def test_a_session_that_is_moved_to_a_state_has_another_planner_which_can_die_too(alone: Played, journal: str) -> None:
+    with launch(job(until=STEPS, journal=journal), **APART) as session:
+        play(session, steps=9)
+        state = session.state_dict()
+        play(session, steps=5)
+        session.load_state_dict(state)
+        got = play(session, act={3: killed(), 10: killed("constructor-host/0")})
+        assert got.steps == {rank: steps[9:] for rank, steps in alone.steps.items()}
+
+
+# other processes
+
+
+SERVED = """
+    import sys
+    import overlord as ov
+    from tests.scenarios.test_process import job
+    from tests.processes import hosts_of
+    from tests.scenarios.test_planner_process import planner_of
+
+    def main():
+        session = ov.launch(job(until={steps}, journal={journal!r}), runtime="process", constructor_hosts=2)
+        served = session.serve()
+        print(served.address, served.token, flush=True)
+        while True:
+            print(planner_of(session), *hosts_of(session).values(), flush=True)
+            if sys.stdin.readline().strip() == "close":
+                break
+        session.close()
+"""
+
+
+def test_connected_clients_notice_nothing_and_nothing_outlives_the_launching_process(tmp_path: Path, alone: Played, journal: str) -> None:
+    with program(tmp_path, SERVED.format(steps=STEPS, journal=journal)) as server:
+        address, token = server.line().split()
+        planner, *hosts = map(int, server.line().split())
+        clients = [ov.connect(address, rank, token, stall_limit_s=30.0) for rank in range(2)]
+        got: dict[int, list[Any]] = {0: [], 1: []}
+        for k in range(30):
+            if k in (4, 5, 17):
+                os.kill(planner, signal.SIGKILL)
+            for rank, client in enumerate(clients):
+                got[rank].append(written(next(client)))
+            if k in (4, 16):
+                server.say("who")
+                planner, *hosts = map(int, server.line().split())
+        assert got == {rank: steps[:30] for rank, steps in alone.steps.items()}
+        assert plain(clients[0].state_dict()) == alone.states[29]
+        server.say("who")
+        planner, *hosts = map(int, server.line().split())
+        server.process.kill()
+        assert not left_after([planner, *hosts], SOON_S)
+
+
+def test_the_whole_job_goes_on_from_the_journal_its_planner_wrote(alone: Played, journal: str) -> None:
+    made = job(until=STEPS, journal=journal)
+    with launch(made, **APART) as session:
+        before = play(session, steps=11, act={6: killed()})
+    with launch(made, resume="auto", **APART) as session:
+        after = play(session, act={4: killed()})
+    for rank in range(2):
+        assert before.steps[rank] + after.steps[rank] == alone.steps[rank]

@@ -1,0 +1,56 @@
+"""Hundreds of steps under real kills and stops at moments drawn by lot: every rank gets, byte for byte, what an undisturbed run gives."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import overlord as ov
+from overlord.drill.faults import Fault
+from overlord.drill.run import Drill, Outcome, disturbed, undisturbed
+from tests.scenarios.test_process import source
+
+STEPS = 240
+OPTIONS = {"hosts": 6, "sources_per_host": 1, "constructor_hosts": 2, "prefetch": 3, "stall_limit_s": 60.0, "lost_after_s": 1.0}
+
+
+def job() -> ov.Job:
+    sources = [source(name, 400 + 30 * k, 1000 * k) for k, name in enumerate("abcdef")]
+    return ov.Job(
+        name="faults", sources=sources, place=ov.ClientPlaceTree(dp=2), batch=ov.Batch(samples=12, microbatches=2, context=256), seed=5,
+        until=STEPS, shuffle_chunks=2, slice_rows=16,
+    )  # fmt: skip
+
+
+def by_lot(seed: int) -> list[Fault]:
+    """Some ten faults, of all roles and both kinds; two strike everything at once."""
+    lot = random.Random(seed)
+    moments = sorted(lot.sample(range(3, STEPS - 10), 9))
+    parts = ["planner", "loader-host", "constructor-host", "loader-host/3", "planner", "loader-host", "constructor-host/1", "all", "all"]
+    lot.shuffle(parts)
+    faults = [Fault("kill", whom, at) for whom, at in zip(parts, moments, strict=True)]
+    k = lot.randrange(len(faults))
+    faults[k] = replace(faults[k], many=5, whom="loader-host")
+    stop = lot.choice([f for f in faults if f.whom not in ("all",)])
+    return [replace(f, how="stop") if f is stop else f for f in faults]
+
+
+@pytest.fixture(scope="module")
+def calm() -> Outcome:
+    return undisturbed(Drill(job=job(), faults=(), steps=STEPS))
+
+
+@pytest.mark.parametrize("shadows", ["none", "all"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_hundreds_of_steps_with_faults_drawn_by_lot(seed: int, shadows: str, calm: Outcome, tmp_path: Path) -> None:
+    faults = by_lot(seed)
+    hit = disturbed(Drill(job=job(), faults=faults, steps=STEPS, step_s=0.004, options={**OPTIONS, "shadows": shadows}), tmp_path)
+    assert not hit.missed, [str(f) for f in hit.missed]
+    assert len(hit.strikes) >= len(faults)
+    assert hit.recoveries
+    assert hit.delivered.marks == calm.delivered.marks
+    assert hit.delivered.order == calm.delivered.order
+    assert hit.delivered.samples == calm.delivered.samples

@@ -1,0 +1,143 @@
+"""A trainer that dies and is started again asks again: its rank gets every step it had not taken, none twice, and others notice nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+import overlord as ov
+from overlord.channel.dialling import dial
+from overlord.errors import LinkRefused, OverlordError
+from overlord.runtime.serving import Served
+from tests.processes import until
+from tests.scenarios.test_serving import found, runtimes, trainer
+from tests.unit.test_session import content, job, launch, take, whole_run
+
+pytestmark = pytest.mark.timeout(120)
+
+TAKE_AND_DIE = """
+got = [(step.step, [mb["tokens"].tolist() for mb in step]) for step in (next(client) for _ in range({n}))]
+print(json.dumps(got), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+TAKE = """
+for step in client:
+    print(json.dumps((step.step, [mb["tokens"].tolist() for mb in step])), flush=True)
+    time.sleep({pause})
+client.close()
+"""
+
+
+def died(process: subprocess.Popen[str]) -> list[Any]:
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    got: list[Any] = json.loads(out)
+    return got
+
+
+def as_json(steps: list[Any]) -> list[Any]:
+    found: list[Any] = json.loads(json.dumps(steps))
+    return found
+
+
+@runtimes
+def test_a_rank_that_ran_ahead_of_the_others_goes_on_behind_the_last_step_it_took(runtime: str) -> None:
+    """The session hears how far a rank is when the slowest has moved on, and the slowest has not."""
+    wanted = [as_json(whole_run(job(n=60), rank)) for rank in range(2)]
+    with launch(job(n=60), runtime=runtime, prefetch=4) as session:
+        served = session.serve()
+        with ov.connect(served, 0, served.token) as slow:
+            got = [died(trainer(served, 1, TAKE_AND_DIE.format(n=n))) for n in (1, 2, 1)]
+            assert [[step for step, _ in steps] for steps in got] == [[0], [1, 2], [3]]
+            thread = threading.Thread(target=lambda: got.append(found(trainer(served, 1, "got = " + ALL))))
+            thread.start()
+            assert [as_json(content(step)) for step in slow] == wanted[0]
+            thread.join(60)
+        assert [step for steps in got for step in steps] == wanted[1]
+
+
+ALL = """[(step.step, [mb["tokens"].tolist() for mb in step]) for step in client]
+client.close()
+print(json.dumps(got))
+"""
+
+
+def lines(process: subprocess.Popen[str]) -> Iterator[Any]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.endswith("\n"):  # else it was killed in the middle of it
+            yield json.loads(line)
+
+
+@runtimes
+def test_a_trainer_that_is_killed_at_any_moment_misses_nothing_but_what_it_held(runtime: str) -> None:
+    """A step is taken when it is handed to the trainer: with one killed just then its last step is gone, and no other."""
+    wanted, chance, kills = as_json(whole_run(job(n=200, dp=1), 0)), Random(5), 5
+    got: list[list[Any]] = []
+    with launch(job(n=200, dp=1), runtime=runtime) as session:
+        served = session.serve()
+        for k in range(kills + 1):
+            process = trainer(served, 0, TAKE.format(pause=0.0 if k == kills else 0.002))
+            got.append([])
+            for step in lines(process):
+                got[-1].append(step)
+                if k < kills and len(got[-1]) == 1:
+                    time.sleep(chance.random() * 0.02)
+                    os.kill(process.pid, signal.SIGKILL)
+            process.communicate(timeout=30)
+    steps = [step for part in got for step, _ in part]
+    assert steps == sorted(set(steps)), "none twice"
+    assert len(steps) >= len(wanted) - kills
+    assert [s for part in got for s in part] == [wanted[step] for step in steps]
+    for part in got:
+        assert [step for step, _ in part] == list(range(part[0][0], part[0][0] + len(part))), "within a life none is missing"
+
+
+@runtimes
+def test_steps_that_were_sent_to_the_one_that_died_are_sent_to_the_next(runtime: str) -> None:
+    wanted = whole_run(job(n=60, dp=1), 0)
+    with launch(job(n=60, dp=1), runtime=runtime, prefetch=4, build_ahead=4) as session:
+        served = session.serve()
+        first = ov.connect(served, 0, served.token)
+        got = take(first, 2)
+        until(lambda: len(first._inbox) == 4)  # they are in its process
+        with ov.connect(served, 0, served.token) as second:
+            assert got + take(second, len(wanted) - 2) == wanted
+        with pytest.raises(OverlordError, match="another client of this rank has connected"):
+            take(first, 5)
+
+
+def hello(session: ov.Session, served: Served, rank: int, next_step: int) -> None:
+    address, token = session._constructor_address(rank)
+    dial(address, token or served.token, {"role": "client", "rank": rank, "next": next_step, "generation": 0}, timeout_s=10)
+
+
+@runtimes
+def test_who_asks_for_steps_that_are_gone_is_told_to_load_a_state_everywhere(runtime: str) -> None:
+    with launch(job(n=60), runtime=runtime) as session:
+        served = session.serve()
+        clients = [ov.connect(served, rank, served.token) for rank in range(2)]
+        old = clients[1].state_dict()
+        for client in clients:
+            take(client, 3)
+        until(lambda: session.state_dict()["step"] == 3)
+        with pytest.raises(LinkRefused, match=r"rank 1: step 1 was handed out already .* load a saved state on every rank"):
+            hello(session, served, 1, 1)
+        again = ov.connect(served, 1, served.token)
+        again.load_state_dict(old)  # it moves the session, and the others must follow
+        with pytest.raises(OverlordError, match="another rank moved the session to a saved state; load the same state on this rank"):
+            take(clients[0], 5)
+        clients[0].load_state_dict(old)
+        assert [take(client, 1)[0][0] for client in (clients[0], again)] == [0, 0]
+        for client in (clients[0], again):
+            client.close()

@@ -1,0 +1,483 @@
+"""Files that fail under a running job, for real: gone, moved away, cut short, overwritten, not what they were. The same stream, or an
+error that names the file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import overlord as ov
+from overlord.errors import StorageError
+from overlord.messages import Refill, SourceLost
+from tests.corpus import write_rows
+from tests.mounts import HANGS, hang, let_go, mounted
+from tests.processes import hosts_of, until
+from tests.storejobs import BIG, FORMATS, delivered, in_order, source
+
+pytestmark = pytest.mark.timeout(120)
+SET_ASIDE = ".aside"
+Break = Callable[[Path], Callable[[], None]]
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("corpora")
+    for format in FORMATS:
+        write_rows(root / format, format, BIG[:800], files=3, row_group_size=100, batch_rows=60)
+    return {format: root / format for format in FORMATS}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpora: dict[str, Path]) -> dict[str, list[Any]]:
+    found = {}
+    for format, where in corpora.items():
+        with ov.launch(in_order(str(where), format)) as session:
+            found[format] = delivered(session.client(0))
+    return found
+
+
+@pytest.fixture
+def files(corpora: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a corpus to be broken. Times are kept: they tell a file from its replacement."""
+    return lambda format: Path(shutil.copytree(corpora[format], tmp_path / "data" / format))
+
+
+# ways to break all files of a directory; each returns what mends them
+
+
+def each(act: Callable[[Path], Callable[[], None]]) -> Break:
+    def every(where: Path) -> Callable[[], None]:
+        back = [act(path) for path in sorted(where.iterdir())]
+        return lambda: [mend() for mend in back] and None  # type: ignore[func-returns-value]
+
+    return every
+
+
+def set_aside(path: Path) -> Path:
+    aside = path.with_name(f"{SET_ASIDE}-{path.name}")
+    path.rename(aside)
+    return aside
+
+
+def removed(path: Path) -> Callable[[], None]:
+    aside = set_aside(path)
+    return lambda: aside.rename(path) and None  # type: ignore[func-returns-value]
+
+
+def copied_back(path: Path) -> Callable[[], None]:
+    """Its place on the disk is another one afterwards."""
+    kept = path.with_name(f"{SET_ASIDE}-{path.name}")
+    shutil.copy2(path, kept)
+    path.unlink()
+    return lambda: shutil.copy2(kept, path) and None  # type: ignore[func-returns-value]
+
+
+def made_a_directory(path: Path) -> Callable[[], None]:
+    aside = set_aside(path)
+    path.mkdir()
+
+    def mend() -> None:
+        path.rmdir()
+        aside.rename(path)
+
+    return mend
+
+
+def made_a_dangling_link(path: Path) -> Callable[[], None]:
+    aside = set_aside(path)
+    path.symlink_to("nowhere")
+    return lambda: aside.replace(path) and None  # type: ignore[func-returns-value]
+
+
+def made_a_pipe(path: Path) -> Callable[[], None]:
+    """Opened, it would hang for ever."""
+    aside = set_aside(path)
+    os.mkfifo(path)
+    return lambda: aside.replace(path) and None  # type: ignore[func-returns-value]
+
+
+def rewritten(change: Callable[[bytes], bytes]) -> Callable[[Path], Callable[[], None]]:
+    def act(path: Path) -> Callable[[], None]:
+        stat, data = path.stat(), path.read_bytes()
+        path.write_bytes(change(data))
+
+        def mend() -> None:
+            path.write_bytes(data)
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+        return mend
+
+    return act
+
+
+def unplugged(where: Path) -> Callable[[], None]:
+    """The directory itself goes, as a mount does."""
+    aside = set_aside(where)
+    return lambda: aside.rename(where) and None  # type: ignore[func-returns-value]
+
+
+FAULTS: dict[str, tuple[Break, str]] = {
+    "removed": (each(removed), "gone"),
+    "copied back": (each(copied_back), "gone"),
+    "unplugged": (unplugged, "gone"),
+    "a directory": (each(made_a_directory), "changed"),
+    "a dangling link": (each(made_a_dangling_link), "gone"),
+    "a pipe": (each(made_a_pipe), "changed"),
+    "cut short": (each(rewritten(lambda data: data[: len(data) // 2])), "changed"),
+    "emptied": (each(rewritten(lambda data: b"")), "changed"),
+    "other bytes": (each(rewritten(lambda data: data[::-1])), "changed"),
+    "longer": (each(rewritten(lambda data: data + data)), "changed"),
+}
+
+
+@contextmanager
+def mended_later(session: ov.Session, mend: Callable[[], None], tries: int = 2) -> Iterator[None]:
+    """Mends when the job has been seen to try again."""
+
+    def work() -> None:
+        try:
+            until(lambda: session.metrics()["sources"]["web"]["storage"]["retries"] >= tries)
+        finally:
+            mend()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield
+    thread.join()
+
+
+RUNS = [(fault, format, "local") for fault in FAULTS for format in FORMATS]
+RUNS += [(fault, FORMATS[k % 4], "process") for k, fault in enumerate(FAULTS)]
+
+
+@pytest.mark.parametrize(("fault", "format", "runtime"), RUNS, ids=["-".join(r).replace(" ", "_") for r in RUNS])
+def test_files_that_fail_for_a_while_cost_time_and_nothing_else(
+    files: Callable[[str], Path], undisturbed: dict[str, list[Any]], caplog: pytest.LogCaptureFixture, fault: str, format: str, runtime: str
+) -> None:
+    where, (act, kind) = files(format), FAULTS[fault]
+    with ov.launch(in_order(str(where), format), runtime=runtime, stall_limit_s=60, prefetch=1, read_ahead=1) as session:
+        client = session.client(0)
+        got = [next(client), next(client)]
+        mend = act(where)
+        with mended_later(session, mend):
+            got += list(client)
+        found = session.metrics()["sources"]["web"]["storage"]
+        assert session.quarantine() == []
+    assert delivered(got) == undisturbed[format]
+    assert set(found["errors"]) <= {kind, "gone", "changed"}  # while several files are broken one by one, or mended
+    assert kind in found["errors"]
+    assert found["retries"] == sum(found["errors"].values())
+    assert found["waited_s"] > 0
+    assert found["given_up"] == 0
+    if runtime == "local":
+        said = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+        assert [("tried again" in s, "well again" in s) for s in said] == [(True, False), (False, True)], said
+
+
+# a mount: what a real disk cannot be made to do
+
+MOUNT_FAULTS = ("EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EACCES", "short")
+
+
+@pytest.fixture
+def switches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """All files are on a mount that fails as these say."""
+    mount = mounted(tmp_path / "switches")
+    monkeypatch.setattr("overlord.sources.files._local", lambda: mount)
+    return tmp_path / "switches"
+
+
+MOUNTED = [(fault, format, "local") for fault in MOUNT_FAULTS for format in FORMATS] + [("ESTALE", "tar", "process")]
+
+
+@pytest.mark.parametrize(("fault", "format", "runtime"), MOUNTED, ids=["-".join(r) for r in MOUNTED])
+def test_a_mount_that_fails_for_a_while_costs_time_and_nothing_else(
+    corpora: dict[str, Path], undisturbed: dict[str, list[Any]], switches: Path, fault: str, format: str, runtime: str
+) -> None:
+    with ov.launch(in_order(str(corpora[format]), format), runtime=runtime, stall_limit_s=60, prefetch=1, read_ahead=1) as session:
+        client = session.client(0)
+        got = [next(client), next(client)]
+        (switches / fault).write_text("3")
+        got += list(client)
+        found = session.metrics()["sources"]["web"]["storage"]
+        assert session.quarantine() == []
+    assert delivered(got) == undisturbed[format]
+    kind = {"EACCES": "denied", "short": "short read"}.get(fault, fault)
+    assert set(found["errors"]) == {kind}
+    assert 0 < found["retries"] <= 3
+    assert found["given_up"] == 0
+
+
+@pytest.mark.parametrize("runtime", ["local", "process"])
+def test_a_read_that_hangs_is_named_by_who_waits_for_it_and_goes_on_when_it_can(
+    corpora: dict[str, Path], undisturbed: dict[str, list[Any]], switches: Path, runtime: str
+) -> None:
+    said = list[str]()
+    made = in_order(str(corpora["parquet"]), "parquet")
+    options = {"stall_limit_s": 60, "stall_warn_s": 0.2, "on_stall": lambda words, seconds: said.append(words)}
+    with ov.launch(made, runtime=runtime, prefetch=1, read_ahead=1, **options) as session:
+        client = session.client(0)
+        got = [next(client), next(client)]
+        hang(switches)
+
+        def free() -> None:
+            try:
+                until(lambda: any("is reading" in a["state"] or a["state"].startswith("reading /") for a in session.metrics()["actors"]))
+                until(lambda: any("reading /" in words for words in said))
+            finally:
+                let_go(switches)
+
+        thread = threading.Thread(target=free)
+        thread.start()
+        got += list(client)
+        thread.join()
+        assert session.metrics()["sources"]["web"]["storage"]["waited_s"] >= 1
+    assert delivered(got) == undisturbed["parquet"]
+    named = rf"loader/web/0 is reading {re.escape(str(corpora['parquet']))}/part-\d+\.parquet for \d+ s"
+    assert any(re.search(named, words) for words in said), said
+
+
+# giving up
+
+
+def take_all(client: ov.Client, got: list[ov.Step]) -> None:
+    for step in client:
+        got.append(step)
+
+
+def lasting(made: ov.Job, act: Callable[[], object], runtime: str = "local") -> tuple[StorageError, dict[str, Any], list[Any]]:
+    """Takes some steps, breaks something, and goes on until the job ends with an error."""
+    with ov.launch(made, runtime=runtime, stall_limit_s=60, prefetch=1, read_ahead=1) as session:
+        client = session.client(0)
+        got = [next(client), next(client)]
+        act()
+        with pytest.raises(StorageError) as caught:
+            take_all(client, got)
+        assert session.quarantine() == []
+        return caught.value, session.metrics()["sources"]["web"]["storage"], delivered(got)
+
+
+LASTING = [
+    ("removed", r"the file is gone since the source was indexed \(No such file or directory\) after \d+ tries in .* s .*; put it back"),
+    ("a directory", r"wanted a file, found a directory after \d+ tries .*restore|put the file back"),
+    (
+        "cut short",
+        r"the file changed since the source was indexed: wanted \d+ bytes of .*, found \d+ bytes of .*\(seen: changed x\d+\)",
+    ),
+]
+
+
+@pytest.mark.parametrize("runtime", ["local", "process"])
+@pytest.mark.parametrize(("fault", "says"), LASTING, ids=[f for f, _ in LASTING])
+def test_files_that_stay_broken_end_the_job_with_what_was_tried(
+    files: Callable[[str], Path], undisturbed: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch, fault: str, says: str, runtime: str
+) -> None:
+    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
+    where = files("tar")
+    error, found, got = lasting(in_order(str(where), "tar"), lambda: FAULTS[fault][0](where), runtime)
+    assert error.source == "web"
+    assert re.fullmatch(rf"{re.escape(str(where))}/part-\d+\.tar", error.path)
+    assert re.search(says, str(error)), str(error)
+    assert found["given_up"] == 1
+    assert found["errors"][FAULTS[fault][1]] >= 2
+    assert got == undisturbed["tar"][: len(got)]
+
+
+@pytest.mark.parametrize("runtime", ["local", "process"])
+def test_a_read_that_never_ends_is_given_up_and_what_it_finds_later_is_dropped(
+    corpora: dict[str, Path], undisturbed: dict[str, list[Any]], switches: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
+) -> None:
+    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
+    made = in_order(str(corpora["jsonl.zst"]), "jsonl.zst")
+    with ov.launch(made, runtime=runtime, stall_limit_s=60, prefetch=1, read_ahead=1) as session:
+        client = session.client(0)
+        got, saved = [next(client), next(client)], client.state_dict()
+        hang(switches)
+        try:
+            with pytest.raises(StorageError, match=r"a read has not ended for \d+\.\d s; the disk or the mount hangs") as caught:
+                take_all(client, got)
+            assert re.search(r"part-\d+\.jsonl\.zst$", caught.value.path)
+            found = session.metrics()["sources"]["web"]["storage"]
+            assert found["errors"] == {"stalled": 1}
+            assert found["given_up"] == 1
+            assert found["waited_s"] > 0
+        finally:
+            let_go(switches)
+        assert delivered(got) == undisturbed["jsonl.zst"][: len(got)]
+        if runtime == "local":  # with the mount well again the same session goes on
+            client.load_state_dict(saved)
+            assert delivered(client) == undisturbed["jsonl.zst"][2:]
+
+
+def test_mounts_that_hang_hold_up_their_own_sources_only(corpora: dict[str, Path], switches: Path, tmp_path: Path) -> None:
+    """More of them than there are threads."""
+    hung = [source(f"hung{k}", str(shutil.copytree(corpora["tar"], tmp_path / f"{k}")), "tar", weight=0.0) for k in range(4)]
+    good = source("good", str(corpora["parquet"]), "parquet", shuffle=False)
+    made = in_order("", "tar")
+    made = replace(made, sources=[good, *hung], mixture=None, until=12)
+    with ov.launch(made, workers=2, stall_limit_s=60, prefetch=1, read_ahead=1) as session:
+        client = session.client(0)
+        next(client)
+        hang(switches)
+        try:
+            for k in range(4):
+                session._pump.ask(lambda k=k: session._host.run([Refill(1 + k, 1, 1)]), "refill")  # type: ignore[misc]
+            until(lambda: sum("hung" in a["name"] and "reading" in a["state"] for a in session.metrics()["actors"]) == 4)
+            (switches / HANGS).rename(switches.parent / "moved")  # opens from here on do not hang; those four do
+            assert len(list(client)) == 11
+        finally:
+            (switches.parent / "moved").rename(switches / HANGS)
+            let_go(switches)
+
+
+# leaving
+
+
+def mixed(where: Path, corpora: dict[str, Path], **changes: Any) -> ov.Job:
+    web = source("web", str(where), "parquet", shuffle=False, on_lost="leave")
+    code = source("code", str(corpora["arrow"]), "arrow", shuffle=False)
+    return replace(in_order("", "tar"), sources=[web, code], **changes)
+
+
+@pytest.mark.parametrize(("runtime", "journal"), [("local", False), ("local", True), ("process", False), ("process", True)])
+def test_a_source_that_may_leave_does_so_at_a_step_of_the_log_and_every_run_after_does_the_same(
+    files: Callable[[str], Path], corpora: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: str, journal: bool
+) -> None:
+    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
+    where = files("parquet")
+    made = mixed(where, corpora, journal=str(tmp_path / "journal") if journal else None)
+    with ov.launch(made, runtime=runtime, stall_limit_s=60, read_ahead=1) as session:
+        client = session.client(0)
+        got, states = [next(client), next(client)], dict[int, Any]()
+        mend = unplugged(where)
+        for step in client:
+            got.append(step)
+            states[step.step] = client.state_dict()
+        told = session.metrics()["sources"]["web"]["lost"]
+        assert session.quarantine() == []
+    live, lost = delivered(got), told["step"]
+    assert "the file is gone" in told["reason"]
+    taken = [sum(sample[0] == "web" for sample, _ in step) for step in live]
+    assert all(taken[:lost])
+    assert not any(taken[lost:])
+    assert len([row for step in live for row in step if row[0][0] == "code"]) == 800  # the other source gives all it has
+    mend()  # as if nothing had been: a run that is resumed or replayed leaves at the same step all the same
+    monkeypatch.delenv("OVERLORD_STORE_DEADLINE_S")
+    replayed = ov.simulate(replace(made, journal=None), events=[SourceLost(lost, "web", told["reason"])])
+    assert delivered(replayed.steps[0]) == live
+    knew = [k for k, state in states.items() if any(e["event"] == "source_lost" for e in state["events"])]
+    assert knew[0] < lost or lost < 4  # states of steps before it have it, too: prefetch runs ahead
+    with ov.launch(replace(made, journal=None), runtime=runtime, resume=states[knew[0]], stall_limit_s=60) as session:
+        assert delivered(session.client(0)) == live[knew[0] + 1 :]
+        assert session.metrics()["sources"]["web"]["lost"] == told
+
+
+@pytest.mark.parametrize("still", ["there again", "not there", "half there"])
+@pytest.mark.parametrize("runtime", ["local", "process"])
+def test_a_journal_remembers_who_left_when_everything_is_killed_and_does_not_need_it_to_be_there(
+    files: Callable[[str], Path], corpora: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, still: str, runtime: str
+) -> None:
+    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
+    where = files("parquet")
+    made = mixed(where, corpora, journal=str(tmp_path / "journal"))
+    with ov.launch(made, stall_limit_s=60) as session:
+        client = session.client(0)
+        got, mend = [next(client), next(client)], unplugged(where)
+        got += [next(client) for _ in range(10)]
+        lost = until(lambda: session.metrics()["sources"]["web"].get("lost"))["step"]
+        crashed = shutil.copytree(tmp_path / "journal", tmp_path / "crashed")
+    if still != "not there":
+        mend()
+    if still == "half there":
+        min(where.iterdir()).unlink()
+    with ov.launch(replace(made, journal=str(crashed)), runtime=runtime, resume="auto", stall_limit_s=60) as session:
+        client = session.client(0)
+        got = got[: session.resumed.step] + list(client)
+        assert session.metrics()["sources"]["web"]["lost"]["step"] == lost
+        saved = client.state_dict()
+    if still == "not there":
+        with ov.launch(replace(made, journal=None), resume=saved) as session:
+            assert list(session.client(0)) == []
+        mend()
+    if still == "half there":
+        return
+    replayed = ov.simulate(replace(made, journal=None), events=[SourceLost(lost, "web", "")])
+    assert delivered(got) == delivered(replayed.steps[0])
+
+
+@pytest.mark.parametrize("journal", [False, True])
+def test_a_source_that_left_stays_away_when_parts_are_lost_and_all_goes_back(
+    files: Callable[[str], Path], corpora: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, journal: bool
+) -> None:
+    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
+    where = files("parquet")
+    made = mixed(where, corpora, journal=str(tmp_path / "journal") if journal else None)
+    with ov.launch(made, runtime="process", stall_limit_s=60) as session:
+        client = session.client(0)
+        got, mend = [next(client), next(client)], unplugged(where)
+        lost = 10**6
+        while got[-1].step <= lost:  # the steps with samples of it are taken, or their files would be needed again
+            got.append(next(client))
+            lost = session.metrics()["sources"]["web"].get("lost", {}).get("step", lost)
+        victims = [name for name in hosts_of(session) if name.startswith("loader-host/")] + (["planner"] if journal else [])
+        for name in victims:
+            session.kill(name)
+        got += list(client)
+        assert session.metrics()["recoveries"]
+    mend()
+    replayed = ov.simulate(replace(made, journal=None), events=[SourceLost(lost, "web", "")])
+    assert delivered(got) == delivered(replayed.steps[0])
+
+
+def test_steps_before_it_left_come_again_with_it_and_those_behind_without(
+    files: Callable[[str], Path], corpora: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has taken a step of after it left when all goes back; loaders that live have its last samples in memory."""
+    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
+    where = files("parquet")
+    made = mixed(where, corpora)
+    with ov.launch(made, runtime="process", stall_limit_s=60) as session:
+        client = session.client(0)
+        got, mend = [next(client), next(client)], unplugged(where)
+        while not (told := session.metrics()["sources"]["web"].get("lost")):
+            if len(session.metrics()["mix"]["step"]) < 20:
+                got.append(next(client))
+        assert got[-1].step + 1 < told["step"]
+        session.kill("constructor-host/0")
+        got += list(client)
+        assert session.metrics()["recoveries"]
+    mend()
+    replayed = ov.simulate(made, events=[SourceLost(told["step"], "web", "")])
+    assert delivered(got) == delivered(replayed.steps[0])
+
+
+# at launch
+
+
+def test_a_mount_that_stumbles_when_a_job_is_launched_gets_another_try(corpora: dict[str, Path], switches: Path) -> None:
+    (switches / "EIO").write_text("2")
+    with ov.launch(in_order(str(corpora["arrow"]), "arrow"), cache_dir=switches.parent / "cache") as session:
+        next(session.client(0))
+    assert not (switches / "EIO").exists()
+
+
+def test_a_mount_that_hangs_when_a_job_is_launched_is_named(
+    corpora: dict[str, Path], switches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.3")
+    hang(switches)
+    try:
+        with pytest.raises(StorageError, match=r"source 'web', .*part-\d+\.arrow: no answer for \d s; the disk or the mount hangs"):
+            ov.launch(in_order(str(corpora["arrow"]), "arrow"), cache_dir=switches.parent / "cache")
+    finally:
+        let_go(switches)

@@ -1,0 +1,332 @@
+"""Bugs planted in the simulated world: each a small change to one method, and each must be found by the history alone.
+
+``python -m tests.simulation.mutants`` looks for the first seed that finds each, and prints the table of ``docs/simulation.md``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from overlord.client.remote import RemoteInbox
+from overlord.journal.writer import Writer
+from overlord.loader.loader import Loader
+from overlord.messages import Announce, Back, Cursor, Handed
+from overlord.planner.mixture import Mixture
+from overlord.planner.planner import Planner
+from overlord.recovery.past import Past
+from overlord.recovery.replay import Recovered
+from overlord.runtime import plannerhost, recovering, resuming
+from overlord.runtime.bootstrap import Blueprint
+from overlord.runtime.constructorhost import ConstructorHost
+from overlord.runtime.delivery import Outbox
+from overlord.runtime.gathering import Gathering
+from overlord.runtime.loaderhost import LoaderHost
+from overlord.simulation.running import Verdict, run_seed
+from overlord.simulation.scenario import Scenario, draw
+
+Patch = tuple[Any, str, Callable[[Any], Any]]  # (owner, name, what takes the place of what is there)
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A planted bug. ``found_at``: the first seed, from 0 on, that found it when this was written."""
+
+    name: str
+    what: str
+    patches: tuple[Patch, ...]
+    found_at: int
+    wants: Callable[[Scenario], bool] = lambda scenario: True  # seeds that can find it at all: others are not tried
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        before = [(owner, name, owner.__dict__[name]) for owner, name, _ in self.patches]
+        for owner, name, make in self.patches:
+            setattr(owner, name, make(owner.__dict__[name]))
+        try:
+            yield
+        finally:
+            for owner, name, value in before:
+                setattr(owner, name, value)
+
+    def run(self, seed: int) -> Verdict:
+        with self.planted():
+            return run_seed(seed)
+
+
+def _journal(scenario: Scenario) -> bool:
+    return scenario.journal
+
+
+def _learns(scenario: Scenario) -> bool:
+    return scenario.learns
+
+
+def _drop_acks(real: Any) -> Any:
+    def heard(self: ConstructorHost, rank: int, step: int) -> None:
+        if step % 5 != 3:
+            real(self, rank, step)
+
+    return heard
+
+
+def _skip_write(real: Any) -> Any:
+    def write(self: Writer, orders: Any) -> None:
+        if self.appends % 4 == 2 and not any(order.rolls for order in orders):
+            orders = [replace(order, records=()) for order in orders]
+        real(self, orders)
+
+    return write
+
+
+def _send_again(real: Any) -> Any:
+    def send_from(self: Outbox, next_step: int) -> None:
+        real(self, next_step - 1)
+
+    return send_from
+
+
+def _deliver_twice(real: Any) -> Any:
+    def take_in(self: RemoteInbox, value: Any) -> None:
+        if not isinstance(value, Handed) or value.told.step >= self._wanted:
+            return real(self, value)
+        kept, after, self._steps, self._next = self._steps, self._next, deque(), value.told.step
+        real(self, value)
+        self._steps, self._next = deque([*kept, *self._steps]), after
+        return None
+
+    return take_in
+
+
+def _next_row(cursor: Cursor) -> Cursor:
+    return cursor if cursor.row < 0 else cursor._replace(row=cursor.row + 1)
+
+
+def _cursor_off_by_one(real: Any) -> Any:
+    def openings(self: Blueprint, i: int, cursor: Cursor) -> Any:
+        return real(self, i, _next_row(cursor) if i == 0 else cursor)
+
+    return openings
+
+
+def _hear_the_past(real: Any) -> Any:
+    def handle(self: Planner, event: Any, now: float = 0.0) -> Any:
+        if isinstance(event, Announce):
+            event = replace(event, generation=self._generations[self._demand.source_of[event.loader]])
+        return real(self, event, now)
+
+    return handle
+
+
+def _lose_reports(real: Any) -> Any:
+    def go_back(self: Past, names: Any) -> Any:
+        return replace(real(self, names), reports=self._states[self.acked].reports)
+
+    return go_back
+
+
+def _lose_written(real: Any) -> Any:
+    def state(self: Recovered, step: int) -> Any:
+        return replace(real(self, step), reports=())
+
+    return state
+
+
+def _ignore_floor(real: Any) -> Any:
+    def report(self: Mixture, report: Any) -> None:
+        self.feedback.add(report, self._asked)
+
+    return report
+
+
+def _skip_a_step(real: Any) -> Any:
+    def begin(blueprint: Any, journal: Any, found: Recovered, allow: Any) -> Any:
+        if not found.empty and found.acked + 1 < found.next_step - 1:
+            found.acked += 1
+        return real(blueprint, journal, found, allow)
+
+    return begin
+
+
+def _wrong_owner(real: Any) -> Any:
+    def back(self: LoaderHost, back: Back) -> Any:
+        moved = tuple(replace(o, share=min(o.share + 1, o.shares - 1)) for o in back.openings)
+        return real(self, replace(back, openings=moved, afresh=True))
+
+    return back
+
+
+def _no_way_back(real: Any) -> Any:
+    """Loaders stay where they stand: what they sent and nobody has is not sent again."""
+
+    def back(self: Loader, cursor: Cursor, generation: int) -> Any:
+        told = real(self, cursor, generation)
+        return told if told is None else told[len(told) // 2 :]
+
+    return back
+
+
+def _trust_the_front(real: Any) -> Any:
+    def behind(found: Recovered, taken: Any) -> int:
+        return max(found.acked, found.next_step - 1)
+
+    return behind
+
+
+def _want_one_more(real: Any) -> Any:
+    def connect(self: RemoteInbox, timeout_s: float) -> None:
+        if self._lost_at is not None and self._steps == type(self._steps)():
+            self._next += 1
+        real(self, timeout_s)
+
+    return connect
+
+
+def _half_a_step(real: Any) -> Any:
+    """A constructor takes a step for complete when one of its loader hosts has sent."""
+
+    def plan(self: Gathering, placed: Any) -> Any:
+        return real(self, replace(placed, origins=placed.origins[: max(1, len(placed.origins) - (self._recovery > 0))]))
+
+    return plan
+
+
+def _other_seed(real: Any) -> Any:
+    """The planner that comes after one that was lost has forgotten what the sources owe each other."""
+
+    def planner(self: Any, state: Any) -> Any:
+        return real(self, replace(state, owed=tuple(reversed(state.owed))))
+
+    return planner
+
+
+def _forget_members(real: Any) -> Any:
+    """A constructor that is started again is not told who takes part."""
+
+    def take_place(self: Any, remote: Any) -> None:
+        real(self, remote)
+        if remote.handle.name.startswith("constructor"):
+            self._attached = {rank for rank in self._attached if rank % 2 == 0}
+
+    return take_place
+
+
+MUTANTS = (
+    Mutant("drop an ack", "a constructor host overhears every fifth step that a rank took", ((ConstructorHost, "_heard", _drop_acks),), 4),
+    Mutant(
+        "skip a journal write",
+        "every fourth append is said to be durable and is not written",
+        ((Writer, "_write", _skip_write),),
+        7,
+        _journal,
+    ),
+    Mutant(
+        "promote without replay",
+        "a new planner goes on behind the last planned step, not the last taken one",
+        ((plannerhost, "behind", _trust_the_front),),
+        7,
+        _journal,
+    ),
+    Mutant("reuse a generation", "going back raises no generation", ((recovering, "STRIDE", lambda real: 0),), 0),
+    Mutant(
+        "deliver twice",
+        "a client that comes again is sent the last step it has, and keeps it",
+        ((Outbox, "send_from", _send_again), (RemoteInbox, "_take_in", _deliver_twice)),
+        11,
+    ),
+    Mutant("cursor off by one", "a source is opened one row too far", ((Blueprint, "openings", _cursor_off_by_one),), 0),
+    Mutant(
+        "hear what is over",
+        "announcements of a generation that is over are taken for those of now",
+        ((Planner, "handle", _hear_the_past),),
+        21,
+    ),
+    Mutant(
+        "lose an event on the way back",
+        "reports that came since the state are not planned with again",
+        ((Past, "go_back", _lose_reports),),
+        0,
+        _learns,
+    ),
+    Mutant(
+        "lose an event on replay",
+        "reports in the journal are not read",
+        ((Recovered, "state", _lose_written),),
+        76,
+        lambda s: s.learns and s.journal,
+    ),
+    Mutant(
+        "count a late report",
+        "a report that comes too late is used when its step is planned again",
+        ((Mixture, "report", _ignore_floor),),
+        15,
+        _learns,
+    ),
+    Mutant(
+        "restart one step too late",
+        "a restarted job goes on behind the step after the last one that all took",
+        ((resuming, "_by_journal", _skip_a_step),),
+        19,
+        _journal,
+    ),
+    Mutant(
+        "wrong owner after failover",
+        "loaders that come back read their neighbour's share of the chunks",
+        ((LoaderHost, "_back", _wrong_owner),),
+        0,
+    ),
+    Mutant(
+        "announce half of it again",
+        "a loader that goes back says only the second half of what it had said",
+        ((Loader, "back", _no_way_back),),
+        0,
+    ),
+    Mutant(
+        "ask one step too far",
+        "a client that comes again asks for the step after the one it wants",
+        ((RemoteInbox, "_connect", _want_one_more),),
+        0,
+    ),
+    Mutant(
+        "half a step is enough",
+        "after a recovery a constructor builds without the payload of the last loader host",
+        ((Gathering, "plan", _half_a_step),),
+        0,
+    ),
+    Mutant(
+        "forget what is owed",
+        "planning again begins with the accounts of the sources mixed up",
+        ((recovering.Recovering, "_planner_at", _other_seed),),
+        0,
+    ),
+    Mutant(
+        "forget who takes part",
+        "a constructor that was started again serves every other rank",
+        ((recovering.Recovering, "_take_place", _forget_members),),
+        0,
+    ),
+)
+
+
+def first_found(mutant: Mutant, seeds: Iterable[int]) -> tuple[int, int, str] | None:
+    """The first seed that finds it, how many were tried, and what was said."""
+    tried = 0
+    for seed in seeds:
+        if not mutant.wants(draw(seed)):
+            continue
+        tried += 1
+        if found := mutant.run(seed).violations:
+            return seed, tried, found[0]
+    return None
+
+
+if __name__ == "__main__":
+    logging.disable(logging.CRITICAL)
+    chosen = [m for m in MUTANTS if not sys.argv[2:] or m.name in sys.argv[2:]]
+    for mutant in chosen:
+        print(f"{mutant.name}: {first_found(mutant, range(int(sys.argv[1])))}", flush=True)

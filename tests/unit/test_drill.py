@@ -1,0 +1,76 @@
+"""Drills: what a fault's text means, whom it hits, and that two runs which differ are told apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from overlord.drill.delivered import Delivered, compare
+from overlord.drill.faults import Fault, parse_faults, usual_faults
+from overlord.errors import JobError
+
+PARTS = ["planner", "loader-host/10", "loader-host/2", "loader-host/0", "constructor-host/0"]
+
+
+def test_a_fault_is_a_short_text_and_back():
+    text = "kill:loader-host/0@10,stop:planner@20,kill:loader-host*5@35,kill:planner@15%15"
+    found = parse_faults(text)
+    assert found == [
+        Fault("kill", "loader-host/0", 10), Fault("stop", "planner", 20), Fault("kill", "loader-host", 35, many=5),
+        Fault("kill", "planner", 15, every=15),
+    ]  # fmt: skip
+    assert ",".join(map(str, found)) == text
+    assert parse_faults(" kill:planner@1 ,") == [Fault("kill", "planner", 1)]
+
+
+def test_every_mistake_is_told_at_once():
+    with pytest.raises(JobError) as caught:
+        parse_faults("kil:planner@3,kill:loader@4,kill:planner,kill:loader-host*0@1")
+    assert len(caught.value.problems) == 4
+    assert "did you mean 'kill'" in str(caught.value)
+    assert "did you mean 'loader-host'" in str(caught.value)
+    assert "wanted HOW:WHOM@STEP" in str(caught.value)
+
+
+def test_a_role_hits_the_first_of_its_parts_by_number():
+    assert Fault("kill", "loader-host", 0, many=2).choose(PARTS) == ["loader-host/0", "loader-host/2"]
+    assert Fault("kill", "loader-host/10", 0).choose(PARTS) == ["loader-host/10"]
+    assert Fault("kill", "loader-host/7", 0).choose(PARTS) == []
+    assert Fault("kill", "planner", 0).choose(PARTS) == ["planner"]
+    assert Fault("kill", "all", 0).choose(PARTS) == PARTS
+
+
+def test_a_fault_may_strike_again_and_again():
+    assert [k for k in range(50) if Fault("kill", "planner", 15, every=15).strikes_at(k)] == [15, 30, 45]
+    assert [k for k in range(50) if Fault("kill", "planner", 15).strikes_at(k)] == [15]
+
+
+def test_the_usual_faults_are_one_of_each_kind_within_the_run():
+    found = usual_faults(40, planner=True)
+    assert [(f.how, f.whom) for f in found] == [
+        ("kill", "loader-host"), ("kill", "planner"), ("kill", "constructor-host"), ("stop", "loader-host")
+    ]  # fmt: skip
+    assert all(0 < f.step < 40 for f in found)
+    assert "planner" not in {f.whom for f in usual_faults(40, planner=False)}
+
+
+def delivered(*rows: tuple[int, int, str, list[str]]) -> Delivered:
+    made = Delivered()
+    for rank, step, mark, samples in rows:
+        made.marks[rank, step] = mark
+        made.order.setdefault(rank, []).append(step)
+        made.samples.update(Counter((rank, s) for s in samples))
+    return made
+
+
+def test_runs_that_differ_are_told_apart():
+    wanted = delivered((0, 0, "x", ["a", "b"]), (0, 1, "y", ["c"]))
+    assert not compare(wanted, delivered((0, 0, "x", ["a", "b"]), (0, 1, "y", ["c"])))
+    lost = compare(wanted, delivered((0, 0, "x", ["a", "b"])))
+    assert (lost.lost, lost.repeated, lost.changed, lost.disordered) == (1, 0, ((0, 1),), (0,))
+    twice = compare(wanted, delivered((0, 0, "x", ["a", "b"]), (0, 1, "y", ["c", "a"])))
+    assert (twice.lost, twice.repeated) == (0, 1)
+    assert compare(wanted, delivered((0, 0, "x", ["a", "b"]), (0, 1, "z", ["c"]))).changed == ((0, 1),)
+    assert compare(wanted, delivered((0, 1, "y", ["c"]), (0, 0, "x", ["a", "b"]))).disordered == (0,)
+    assert wanted.chain != delivered((0, 0, "x", ["a", "b"]), (0, 1, "z", ["c"])).chain

@@ -1,0 +1,248 @@
+"""Trying again: how often, how long, what is counted and what is said. Time is made up."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlord.errors import SourceError, StorageError
+from overlord.loader.order import SourceOrder
+from overlord.loader.reader import SourceReader
+from overlord.messages import Read
+from overlord.runtime.local import Pump, ThreadExecutor
+from overlord.sources.base import BadFile, File, ReadOptions, Unreachable
+from overlord.sources.filefaults import check_same, gave_up, why
+from overlord.sources.handles import ChunkReader, HandleCache
+from overlord.sources.index import build_index
+from overlord.sources.patience import LONGEST_PAUSE_S, Clock, Failure, Tally, persist
+from overlord.transforms.pipeline import Pipeline
+from tests.corpus import write_rows
+from tests.processes import until
+
+
+class Time:
+    """It passes when somebody sleeps, or a try takes some."""
+
+    def __init__(self, chance: float = 1.0) -> None:
+        self.now, self.pauses, self._chance, self.worked = 0.0, list[float](), chance, 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(lambda: self.now, self.sleep, lambda: self._chance, lambda thread: self.worked)
+
+
+def trying(time: Time, fails: int, error: Exception, took_s: float = 0.0) -> tuple[Any, Tally]:
+    tally, left = Tally("web", time.clock), [fails]
+
+    def once() -> str:
+        time.now += took_s
+        left[0] -= 1
+        if left[0] >= 0:
+            raise error
+        return "bytes"
+
+    try:
+        return persist(once, why, path="a.parquet", done="read", tally=tally, gave_up=gave_up), tally
+    except Exception as found:
+        return found, tally
+
+
+def test_pauses_double_up_to_the_longest_and_all_fit_into_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "60")
+    time = Time()
+    found, tally = trying(time, 10**6, OSError(errno.EIO, "no"))
+    assert time.pauses[:8] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, LONGEST_PAUSE_S]
+    assert set(time.pauses[7:]) == {LONGEST_PAUSE_S}
+    assert 60 - LONGEST_PAUSE_S < time.now < 60
+    assert isinstance(found, Unreachable)
+    assert (
+        str(found)
+        == f"cannot be read: Input/output error after {len(time.pauses) + 1} tries in {time.now:.1f} s (seen: EIO x{len(time.pauses) + 1})"
+    )
+    assert tally.trouble() == {"retries": len(time.pauses), "errors": {"EIO": len(time.pauses) + 1}, "waited_s": time.now, "given_up": 1}
+
+
+@given(st.floats(0, 1), st.integers(0, 30), st.floats(0, 5))
+def test_whatever_chance_says_the_answer_is_the_same_as_long_as_it_comes_in_time(chance: float, fails: int, took_s: float) -> None:
+    time = Time(chance)
+    found, tally = trying(time, fails, OSError(errno.ESTALE, "no"), took_s)
+    assert time.now <= 120 + took_s
+    if found != "bytes":
+        assert time.now + 2 * LONGEST_PAUSE_S + took_s > 120  # it was not given up early
+        return
+    assert tally.trouble()["errors"] == ({"ESTALE": fails} if fails else {})
+    assert tally.retries == fails
+    assert all(a <= 0.1 * 2**k and a <= LONGEST_PAUSE_S for k, a in enumerate(time.pauses))
+
+
+def test_it_is_said_once_that_something_is_tried_again_and_once_that_it_is_well(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "overlord"):
+        assert trying(Time(), 5, OSError(errno.ENOENT, "no"))[0] == "bytes"
+        assert trying(Time(), 0, OSError(errno.ENOENT, "no"))[0] == "bytes"
+    assert [r.message for r in caplog.records] == [
+        "source 'web', a.parquet: the file is gone since the source was indexed (No such file or directory); "
+        "it is tried again for up to 120 s",
+        "source 'web', a.parquet: well again after 3.1 s and 6 tries",
+    ]
+
+
+@pytest.mark.parametrize("error", [BadFile("no Parquet"), ValueError("no sense"), OSError("a decoder's"), KeyError("x")])
+def test_what_is_wrong_with_the_data_is_not_tried_again(error: Exception) -> None:
+    time = Time()
+    found, tally = trying(time, 1, error)
+    assert found is error
+    assert (time.pauses, tally.trouble()["errors"]) == ([], {})
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(errno.ENOENT, "gone"), (errno.ENOTDIR, "gone"), (errno.EACCES, "denied"), (errno.EPERM, "denied"), (errno.EIO, "EIO"),
+     (errno.ESTALE, "ESTALE"), (errno.ENOTCONN, "ENOTCONN"), (errno.EMFILE, "EMFILE"), (errno.ENOMEM, "ENOMEM")],
+)  # fmt: skip
+def test_what_the_system_says_may_pass_and_is_counted_by_its_kind(number: int, kind: str) -> None:
+    found = why(OSError(number, "no"))
+    assert found is not None
+    assert (found.kind, found.tries > 100) == (kind, True)
+    assert found.remedy
+
+
+def test_what_is_under_way_counts_as_waited(tmp_path: Path) -> None:
+    time = Time()
+    tally = Tally("web", time.clock)
+    attempt = tally.begin("a.parquet")
+    time.now = 0.9
+    assert tally.trouble()["waited_s"] == 0
+    time.now = 7.0
+    assert tally.trouble()["waited_s"] == 7
+    attempt.seen.append(Failure("EIO", "no"))
+    tally.end(attempt)
+    tally.end(attempt)
+    assert (tally.trouble()["waited_s"], tally.oldest()) == (7, None)
+    assert pickle.loads(pickle.dumps(tally)).source == "web"
+
+
+# the same file
+
+
+def indexed(path: Path) -> File:
+    stat = path.stat()
+    return File(str(path), stat.st_size, stat.st_mtime_ns)
+
+
+def test_a_file_is_the_same_as_long_as_size_and_time_are(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"12345")
+    os.utime(path, ns=(0, 1_234_567_891_234_567_891))
+    file = indexed(path)
+    check_same(file)
+    for ns in (1_234_567_891_234_567_000, 1_234_567_891_234_000_000, 1_234_567_891_000_000_000):  # as tools copy times
+        os.utime(path, ns=(0, ns))
+        check_same(file)
+    os.utime(path, ns=(0, 1_234_567_891_234_567_892))
+    with pytest.raises(
+        Unreachable, match=r"wanted 5 bytes of 2009-02-13 23:31:31\.234567891, found 5 bytes of 2009-02-13 23:31:31\.234567892"
+    ):
+        check_same(file)
+    path.write_bytes(b"123456")
+    with pytest.raises(Unreachable, match=r"wanted 5 bytes of .*, found 6 bytes of"):
+        check_same(file)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        check_same(file)
+
+
+# reads that hang
+
+
+class Slow:
+    """The file of a mount that does not answer before it is told to."""
+
+    def __init__(self) -> None:
+        self.go, self.entered = threading.Event(), threading.Event()
+
+
+def hanging(tmp_path: Path, time: Time, slow: Slow) -> SourceReader:
+    options = ReadOptions(slice_rows=8, columns=("tokens",))
+    index = build_index("web", write_rows(tmp_path, "parquet", [{"tokens": [k]} for k in range(16)], files=1), None, options)
+    chunks = ChunkReader(index, options, HandleCache(), time.clock)
+    real, chunks_format = chunks._format.read, chunks._format
+
+    class Hanging:
+        held_bytes = staticmethod(chunks_format.held_bytes)
+
+        @staticmethod
+        def read(*args: Any) -> Any:
+            slow.entered.set()
+            assert slow.go.wait(30)
+            return real(*args)
+
+    chunks._format = Hanging()  # type: ignore[assignment]
+    order = SourceOrder(name="web", n_chunks=1, seed=0, shuffle=False, shuffle_chunks=1)
+    return SourceReader(order, chunks, Pipeline("web", [], seed=0, context=8, on_long="truncate"))
+
+
+def test_a_hung_read_is_told_of_given_up_after_its_deadline_and_dropped_when_it_ends(tmp_path: Path) -> None:
+    time, slow = Time(), Slow()
+    reader, pump, told = hanging(tmp_path, time, slow), Pump("test"), list[Any]()
+    executor = ThreadExecutor(1, pump)
+    pump.start(lambda error: told.append(error))
+    try:
+        executor.submit("read", lambda: reader.read(Read(0, 0, 0, 0, (0,))), lambda *outcome: told.append(outcome), waits=reader.waits)
+        assert slow.entered.wait(30)
+        assert reader.doing == ""
+        time.now = 12.0
+        assert reader.doing == f"reading {reader.chunks.index.files[0].path} for 12 s"
+        time.now, time.worked = 200.0, 150.0  # it unpacks something large: that is no reason to give up
+        assert reader.overdue() is None
+        time.now = 322.0
+        until(lambda: told)
+        [(outcome, error)] = told
+        assert outcome is None
+        assert isinstance(error, StorageError)
+        assert "a read has not ended for 122.0 s" in str(error)
+        assert reader.doing == ""
+        slow.go.set()  # the answer comes at last: nobody hears of it, and the reader is as it was
+        pump.ask(lambda: None, "the pump")
+        executor.submit("more", lambda: "more", lambda *outcome: told.append(outcome))
+        until(lambda: len(told) == 2)
+        assert told[1] == ("more", None)
+        assert reader._window is None
+        assert reader.read(Read(0, 0, 0, 0, (0,))).rows == 8
+    finally:
+        slow.go.set()
+        executor.close()
+        pump.stop()
+
+
+def test_a_thread_that_hangs_is_replaced(tmp_path: Path) -> None:
+    time, slow = Time(), Slow()
+    reader, pump, told = hanging(tmp_path, time, slow), Pump("test"), list[Any]()
+    executor = ThreadExecutor(1, pump, inline_s=0.0)
+    pump.start(lambda error: told.append(error))
+    try:
+        executor.submit("read", lambda: reader.read(Read(0, 0, 0, 0, (0,))), lambda *outcome: told.append(outcome), waits=reader.waits)
+        assert slow.entered.wait(30)
+        executor.submit("other", lambda: "done", lambda *outcome: told.append(outcome))
+        until(lambda: told)
+        assert told == [("done", None)]
+    finally:
+        slow.go.set()
+        executor.close()
+        pump.stop()
+
+
+def test_a_storage_error_is_a_source_error() -> None:
+    assert isinstance(pickle.loads(pickle.dumps(StorageError("web", "gone", "a", "b"))), SourceError)

@@ -1,0 +1,75 @@
+"""Which host stands by for which loader: stories, and the laws of where they are put."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlord.recovery.shadow import Shadows
+
+SOURCE = [0, 0, 1, 2]  # of loaders 0 to 3
+
+
+def anywhere(host: int, source: int) -> bool:
+    return True
+
+
+def made(hosts: list[int], n_hosts: int = 3, size: float = 1.0) -> Shadows:
+    shadows = Shadows(dict.fromkeys(range(len(hosts)), size), lambda loader: SOURCE[loader])
+    shadows.fill(hosts.__getitem__, dict.fromkeys(range(n_hosts), 0.0), anywhere)
+    return shadows
+
+
+def test_a_stand_by_is_on_another_host_the_one_that_holds_least() -> None:
+    shadows = Shadows({0: 10.0, 2: 1.0}, lambda loader: SOURCE[loader])
+    assert shadows.fill([0, 0, 1, 2].__getitem__, {0: 5.0, 1: 9.0, 2: 2.0}, anywhere) == [0, 2]
+    assert shadows.where == {0: 2, 2: 0}, "the largest first; the others see what it holds"
+
+
+def test_loaders_of_a_source_on_one_host_are_followed_on_one_host() -> None:
+    shadows = made([0, 0, 1, 2])
+    assert shadows.where[0] == shadows.where[1] != 0
+
+
+def test_where_a_source_cannot_be_opened_nobody_follows_it() -> None:
+    shadows = Shadows({0: 1.0, 3: 1.0}, lambda loader: SOURCE[loader])
+    assert shadows.fill([0, 0, 1, 2].__getitem__, {0: 0.0, 1: 0.0, 2: 0.0}, lambda host, source: source == 0) == [0]
+    assert not shadows.covers([3], {0, 1, 2})
+
+
+def test_with_one_host_there_is_no_stand_by() -> None:
+    assert made([0, 0, 0, 0], n_hosts=1).where == {}
+
+
+def test_when_a_host_is_lost_its_loaders_go_to_their_stand_bys_and_new_ones_are_found() -> None:
+    hosts = [0, 0, 1, 2]
+    shadows = made(hosts)
+    heir = shadows.where[0]
+    assert shadows.covers([0, 1], {1, 2})
+    assert shadows.promote([0, 1], {1, 2}) == {0: heir, 1: heir}
+    shadows.forget({1, 2})
+    hosts[0] = hosts[1] = heir
+    assert not shadows.covers([0], {1, 2})
+    shadows.fill(hosts.__getitem__, {0: 0.0, 1: 2.0, 2: 2.0}, anywhere)
+    assert shadows.where[0] == shadows.where[1] == 0, "the one that was started again holds least"
+
+
+def test_a_stand_by_that_is_lost_too_takes_over_nothing() -> None:
+    shadows = made([0, 0, 1, 2])
+    dead = {0, shadows.where[0]}
+    assert not shadows.covers([0, 1], {0, 1, 2} - dead)
+    assert shadows.promote([0, 1], {0, 1, 2} - dead) == {}
+    shadows.forget({0, 1, 2} - dead)
+    assert not dead & set(shadows.where.values())
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 100)), min_size=1, max_size=20), st.integers(1, 4), st.sets(st.integers(0, 3)))
+def test_nobody_follows_itself_and_all_that_can_be_followed_are(loaders: list[tuple[int, float]], n_hosts: int, lost: set[int]) -> None:
+    hosts = [h % n_hosts for h, _ in loaders]
+    shadows = Shadows({k: size for k, (_, size) in enumerate(loaders)}, lambda loader: loader // 3)
+    living = [h for h in range(n_hosts) if h not in lost]
+    shadows.fill(hosts.__getitem__, dict.fromkeys(living, 0.0), anywhere)
+    for loader, home in enumerate(hosts):
+        others = [h for h in living if h != home]
+        assert (loader in shadows.where) == bool(others)
+        assert not others or shadows.where[loader] in others
