@@ -40,6 +40,7 @@ class Settings:
     ring_bytes: int = 2**30
     build_ahead: int = 2
     broadcast: bool = True  # False: every rank fetches its own
+    narrow: bool = True  # payload travels in as few bytes as its ids need; hooks see the type that the source has
     check: bool = False
 
 

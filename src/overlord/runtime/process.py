@@ -39,6 +39,7 @@ from overlord.messages import (
 from overlord.planner.cut import Cuts, Cutter, Imaging
 from overlord.planner.spec import NewSource
 from overlord.runtime.asked import Asked, Remote
+from overlord.runtime.bootstrap import READ_AHEAD as ALONE
 from overlord.runtime.bootstrap import Blueprint, SourceKit
 from overlord.runtime.constructorhost import ConstructorHost
 from overlord.runtime.control import Control
@@ -53,7 +54,7 @@ from overlord.runtime.sendable import sendable
 
 log = logging.getLogger("overlord")
 
-READ_AHEAD = 8  # steps: hosts that work side by side are not equally fast at every step
+READ_AHEAD = 8  # steps, where hosts work side by side: they are not equally fast at every step
 START_S = 120.0  # for a host to be there: it opens its sources first, and a store may be slow
 CORES_PER_CONSTRUCTOR = 16  # one builds a hundred million tokens a second; with several, loaders must sort payload by host
 
@@ -81,7 +82,7 @@ class ProcessHost(Asked):
     def __init__(self, blueprint: Blueprint, state: StreamState | None, control: Control, pump: Pump, generation: int = 0):
         super().__init__(check=blueprint.options.check)
         self.hosting = hosting_of(blueprint)
-        blueprint = self.blueprint = blueprint.with_loaders(self.hosting.loaders, READ_AHEAD)
+        blueprint = self.blueprint = blueprint.with_loaders(self.hosting.loaders, READ_AHEAD if self.hosting.n_hosts > 1 else ALONE)
         self.planner = blueprint.planner(state)
         self._control, self._pump, self._number = control, pump, generation
         self._token = secrets.token_urlsafe(24)
@@ -94,6 +95,7 @@ class ProcessHost(Asked):
             open_files=max(1, blueprint.options.open_files // self.hosting.n_hosts), check=blueprint.options.check,
             open_bytes=max(1, blueprint.options.open_bytes // self.hosting.n_hosts), ring_bytes=ring_bytes(blueprint.options),
             build_ahead=blueprint.options.build_ahead or BUILD_AHEAD, broadcast=blueprint.options.broadcast,
+            narrow=not of_kind(blueprint.job.hooks, CONSTRUCTOR),
         )  # fmt: skip
         self._ranks = list(blueprint.job.place.buckets("DP"))
         self._constructor_of = np.arange(len(self._ranks)) % self._n_constructors()
