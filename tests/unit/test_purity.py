@@ -21,6 +21,7 @@ CORES = (
     "loader.loader",
     "loader.buffer",
     "constructor.assembler",
+    "constructor.compact",
     "constructor.microbatch",
     "constructor.shares",
     "constructor.views",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -110,6 +111,10 @@ class Opened(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._shown)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies elsewhere are plain arrays: memory that is used again stays here."""
+        return dict, (dict(self),)
 
     def also(self, more: Mapping[str, np.ndarray]) -> Opened:
         """The same with other arrays beside it."""
