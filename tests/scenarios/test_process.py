@@ -187,6 +187,22 @@ def test_hooks_see_in_processes_what_they_see_in_one() -> None:
     assert apart.states
 
 
+def typed(assembly: ov.Assembly) -> list[dict[str, np.ndarray]]:
+    """The default, with the type of the ids that the hook was given."""
+    kinds = [np.array([documents.values.dtype.num]) for documents in assembly.documents]
+    return [{**mb, "kind": kind} for mb, kind in zip(assembly.default(), kinds, strict=True)]
+
+
+def test_a_hook_is_given_ids_of_one_type_wherever_it_runs() -> None:
+    made = job(hooks=[ov.constructor_do_plan(typed)], until=4)
+    kinds = {}
+    for runtime in ("local", "process"):
+        with ov.launch(made, runtime=runtime) as session:
+            kinds[runtime] = {int(mb["kind"][0]) for step in session.client(0) for mb in step}
+    assert kinds["process"] == kinds["local"]
+    assert len(kinds["local"]) == 1
+
+
 # what people do in mid-run
 
 
