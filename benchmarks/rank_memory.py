@@ -2,6 +2,7 @@
 
     python benchmarks/rank_memory.py                                    # 2 and 8 ranks at 5, 100 and 300 sources: minutes
     python benchmarks/rank_memory.py --sources 5 --jobs null --quick    # a look
+    python benchmarks/rank_memory.py --sources 5,100 --rounds 3         # medians: what a loader host peaks at varies by tens of MB
 
 PSS over all processes, less what they held after their imports; the slope between the least and the greatest number of ranks is
 the price of a rank: its client, and what hosts hold more because a step is larger. How it is measured: benchmarks/README.md.
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,11 +51,16 @@ class Slope:
 
     @staticmethod
     def of(runs: Sequence[Figures]) -> Slope:
-        few, many = min(runs, key=lambda run: run.ranks), max(runs, key=lambda run: run.ranks)
-        more = max(1, many.ranks - few.ranks)
+        """From the medians of the runs with the fewest and the most ranks."""
+        least, most = min(run.ranks for run in runs), max(run.ranks for run in runs)
+
+        def slope(what: Callable[[Figures], float]) -> float:
+            few, many = (statistics.median(what(run) for run in runs if run.ranks == ranks) for ranks in (least, most))
+            return (many - few) / max(1, most - least)
+
         return Slope(
-            job=few.job, n_sources=few.n_sources, peer=few.peer, pss=(many.pss_mb - few.pss_mb) / more,
-            over_idle=(many.over_idle_mb - few.over_idle_mb) / more, clients=(clients_over_idle(many) - clients_over_idle(few)) / more,
+            job=runs[0].job, n_sources=runs[0].n_sources, peer=runs[0].peer, pss=slope(lambda run: run.pss_mb),
+            over_idle=slope(lambda run: run.over_idle_mb), clients=slope(clients_over_idle),
         )  # fmt: skip
 
 
@@ -66,9 +73,10 @@ def tokens(job: str, n_sources: int, ranks: int, share: int) -> int:
 
 
 def measure(
-    data: dict[int, Corpus], jobs: Sequence[str], ranks: Sequence[int], peers: Sequence[str], share: int, limit_s: float, console: Console
-) -> list[Figures]:
-    runs, cells = [], [(job, n, peer, r) for job in jobs for n in data for peer in peers for r in ranks]
+    data: dict[int, Corpus], jobs: Sequence[str], ranks: Sequence[int], peers: Sequence[str], share: int, limit_s: float, console: Console,
+    rounds: int = 1,
+) -> list[Figures]:  # fmt: skip
+    runs, cells = [], [(job, n, peer, r) for job in jobs for n in data for peer in peers for r in ranks for _ in range(rounds)]
     with progress(console) as shown:
         bar = shown.add_task("", total=len(cells))
         for job, n, peer, r in cells:
@@ -112,19 +120,20 @@ def page(runs: Sequence[Figures], today: str, command: str) -> str:
 @click.option("--jobs", default="null,tokenized", show_default=True)
 @click.option("--ranks", type=Numbers(), default="2,8", show_default=True)
 @click.option("--peers", default=f"{OURS},{THEIRS}", show_default=True)
+@click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="Runs of each cell; slopes are of their medians.")
 @click.option("--quick", is_flag=True, help=f"{QUICK} times fewer tokens: a look, not a measurement.")
 @click.option("--data", type=click.Path(path_type=Path, file_okay=False), default=default_folder, help="Where the data is made and kept.")
 @click.option("--limit", "limit_s", type=float, default=900.0, show_default=True, help="Seconds after which a cell is given up.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Writes every run's figures there.")
 @click.option("--save", "saving", is_flag=True, help="Writes the page, dated, to benchmarks/results.")
 def main(
-    sources: list[int], jobs: str, ranks: list[int], peers: str, quick: bool, data: Path, limit_s: float, json_path: Path | None,
-    saving: bool,
+    sources: list[int], jobs: str, ranks: list[int], peers: str, rounds: int, quick: bool, data: Path, limit_s: float,
+    json_path: Path | None, saving: bool,
 ) -> None:  # fmt: skip
     console, today = wide_console(), datetime.date.today().isoformat()
     try:
         found = corpora(console, data, sources, 1)
-        runs = measure(found, jobs.split(","), ranks, peers.split(","), QUICK if quick else 1, limit_s, console)
+        runs = measure(found, jobs.split(","), ranks, peers.split(","), QUICK if quick else 1, limit_s, console, rounds)
     except CellFailed as failure:
         raise click.ClickException(str(failure)) from failure
     console.print(shown_table("runs", HEAD, [row_of(run) for run in runs]))

@@ -520,6 +520,14 @@ class Told:
         return SampleId(self.names[source], *place)
 
 
+class Form(NamedTuple):
+    """How compact microbatches are widened (``constructor/compact.py``)."""
+
+    keys: tuple[str, ...]  # to be made, an entry for every token each
+    labels: str  # as in Batch
+    context: int  # of the padded layout; 0: packed
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Handed:
     """A step on its way to the client of one rank: its microbatches side by side (``constructor/wide.py``), or one by one where they
@@ -533,6 +541,7 @@ class Handed:
     encoder: Mapping[str, np.ndarray] = field(default_factory=dict)  # the rank's images and routes, exchange by exchange
     encoder_rows: np.ndarray | None = None  # int64 [keys, exchanges]
     per: str = ""  # "microbatch": exchange m belongs to microbatch m
+    form: Form | None = None  # of ``wide``, where it is compact
 
 
 @dataclass(frozen=True, slots=True)

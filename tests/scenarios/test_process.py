@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import overlord as ov
+from overlord.constructor.compact import IDS
 from overlord.hashing import digest
 from tests.golden.jobs import FILE, jobs
 from tests.processes import Played, hosts_of, launch, play, run, written
@@ -129,16 +130,21 @@ def job(**changes: Any) -> ov.Job:
     return ov.Job(**{**settings, **changes})
 
 
-def shared_memory_at(array: np.ndarray) -> tuple[str, int]:
-    """The piece of shared memory an array lies in, and where: the same in every mapping of it."""
+def mapping_of(array: np.ndarray) -> str:
+    """The line of this process's memory map that an array lies in."""
     address = array.__array_interface__["data"][0]
     for line in Path("/proc/self/maps").read_text().splitlines():
-        where, _, offset, _, inode, *name = line.split(maxsplit=5)
-        first, end = (int(x, 16) for x in where.split("-"))
+        first, end = (int(x, 16) for x in line.split(maxsplit=1)[0].split("-"))
         if first <= address < end:
-            assert "memfd:overlord-constructor-host/" in name[0]
-            return inode, address - first + int(offset, 16)
+            return line
     raise AssertionError("it lies nowhere")
+
+
+def shared_memory_at(array: np.ndarray) -> tuple[str, int]:
+    """The piece of shared memory an array lies in, and where: the same in every mapping of it."""
+    where, _, offset, _, inode, *name = mapping_of(array).split(maxsplit=5)
+    assert "memfd:overlord-constructor-host/" in name[0]
+    return inode, array.__array_interface__["data"][0] - int(where.split("-")[0], 16) + int(offset, 16)
 
 
 def test_ranks_of_one_group_read_the_same_memory_which_was_filled_once() -> None:
@@ -146,8 +152,10 @@ def test_ranks_of_one_group_read_the_same_memory_which_was_filled_once() -> None
     with launch(made, constructor_hosts=2, broadcast=False) as session:
         clients = [session.client(rank) for rank in range(4)]
         for steps in zip(*clients, strict=True):
-            where = [[shared_memory_at(mb[key]) for mb in step for key in ("tokens", "labels", "loss_mask")] for step in steps]
+            where = [shared_memory_at(step._bucket.wide.arrays[IDS]) for step in steps]
             assert where[0] == where[1] != where[2] == where[3]
+            assert all(step._bucket.wide.arrays[IDS].itemsize == 2 for step in steps), "as narrow as ids allow"
+            assert not any("memfd" in mapping_of(mb["tokens"]) for step in steps for mb in step), "widened by each rank for itself"
     apart = run(made, "process", constructor_hosts=2, broadcast=False)
     assert apart == run(made, "local", broadcast=False)
     assert apart.steps[0] == apart.steps[1] != apart.steps[2] == apart.steps[3]
@@ -177,6 +185,22 @@ def test_hooks_see_in_processes_what_they_see_in_one() -> None:
     apart = run(made, "process", loaders={"b": 2}, **APART)
     assert apart == run(made, "local")
     assert apart.states
+
+
+def typed(assembly: ov.Assembly) -> list[dict[str, np.ndarray]]:
+    """The default, with the type of the ids that the hook was given."""
+    kinds = [np.array([documents.values.dtype.num]) for documents in assembly.documents]
+    return [{**mb, "kind": kind} for mb, kind in zip(assembly.default(), kinds, strict=True)]
+
+
+def test_a_hook_is_given_ids_of_one_type_wherever_it_runs() -> None:
+    made = job(hooks=[ov.constructor_do_plan(typed)], until=4)
+    kinds = {}
+    for runtime in ("local", "process"):
+        with ov.launch(made, runtime=runtime) as session:
+            kinds[runtime] = {int(mb["kind"][0]) for step in session.client(0) for mb in step}
+    assert kinds["process"] == kinds["local"]
+    assert len(kinds["local"]) == 1
 
 
 # what people do in mid-run

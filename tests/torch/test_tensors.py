@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,12 +69,30 @@ def held(link: SocketLink) -> int:
     return link.remote_held
 
 
-def test_memory_of_another_process_lives_as_long_as_the_last_tensor_of_it(tmp_path: Path):
-    with ov.launch(text_job(tmp_path, until=1), runtime="process") as session:
+def test_a_tensor_of_a_step_of_another_process_keeps_its_values_and_not_the_step(tmp_path: Path):
+    with ov.launch(text_job(tmp_path, until=4), runtime="process") as session:
         client = session.client(0)
         step = next(client)
         link = client._inbox._remote._link
         client._state = client.mark()[1]  # else the client itself keeps the bytes of the state beside the arrays
+        assert held(link) == 1
+        wanted = np.array(step[0]["labels"])
+        part = ot.tensors(step[0])["labels"][3:9]
+        del step
+        assert held(link) == 0, "what was widened lies in this process"
+        for step in client:
+            assert all((mb["labels"] >= -100).all() for mb in step), "their memory is another"
+        assert part.tolist() == wanted[3:9].tolist()
+
+
+def test_memory_of_another_process_lives_as_long_as_the_last_tensor_of_it(tmp_path: Path):
+    """Slices along cp are read where the constructor built them."""
+    job = replace(text_job(tmp_path, until=1), place=ov.ClientPlaceTree(cp=2))
+    with ov.launch(job, runtime="process") as session:
+        client = session.client(0)
+        step = next(client)
+        link = client._inbox._remote._link
+        client._state = client.mark()[1]
         assert held(link) == 1
         wanted = np.array(step[0]["labels"])
         labels = ot.tensors(step[0])["labels"]

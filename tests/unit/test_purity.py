@@ -22,6 +22,7 @@ CORES = (
     "loader.memory",
     "loader.buffer",
     "constructor.assembler",
+    "constructor.compact",
     "constructor.microbatch",
     "constructor.shares",
     "constructor.views",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,9 @@ import pytest
 import overlord as ov
 from overlord.client.step import Step
 from overlord.constructor.builder import Bucket, StagedStep, build_buckets, build_groups
+from overlord.constructor.compact import IDS
 from overlord.constructor.microbatch import fresh
+from overlord.constructor.slabs import SlabPool
 from overlord.constructor.views import narrow, view_of
 from overlord.messages import Stage, StreamState, Told
 from overlord.sample import Buffer, Ragged
@@ -40,9 +45,12 @@ class Slab:
         return fresh(nbytes)
 
 
-def built(place: ov.ClientPlaceTree, ranks: Sequence[int], slab: Any = fresh, batch: Mapping[str, Any] | None = None, **how: Any) -> Bucket:
+def built(
+    place: ov.ClientPlaceTree, ranks: Sequence[int], slab: Any = fresh, batch: Mapping[str, Any] | None = None, compact: bool = False,
+    **how: Any,
+) -> Bucket:  # fmt: skip
     made = ov.Batch(**{"samples": 8, "context": 96, **(batch or {})})
-    [bucket] = build_groups(*staged(place, made, **how), {0: ranks}, made, made.document_multiple(place), slab)
+    [bucket] = build_groups(*staged(place, made, **how), {0: ranks}, made, made.document_multiple(place), slab, compact=compact)
     return bucket
 
 
@@ -126,13 +134,49 @@ def test_a_plan_says_who_fetches_and_how_many_bytes(layout: str, broadcast: tupl
 
 @pytest.mark.parametrize("axis", ["DP", "CP", "TP"])
 @pytest.mark.parametrize("split", ["zigzag", "contiguous", "none"])
-def test_each_rank_is_handed_its_own_part_of_its_own_bucket(axis: str, split: str) -> None:
+@pytest.mark.parametrize("compact", [False, True], ids=["wide", "compact"])
+def test_each_rank_is_handed_its_own_part_of_its_own_bucket(axis: str, split: str, compact: bool) -> None:
     place, batch = ov.ClientPlaceTree(pp=2, cp=2, tp=2), ov.Batch(samples=8, context=96, cp_split=split)
     step, _ = staged(place, batch, axis)
     whole = build_buckets(step, range(place.n_buckets(axis)), batch, batch.document_multiple(place))
-    bucket = built(place, range(8), batch={"cp_split": split}, axis=axis)
+    bucket = built(place, range(8), batch={"cp_split": split}, axis=axis, compact=compact)
     for rank, b in enumerate(place.bucket_of(axis).tolist()):
         view = view_of(place, axis, (), rank, split)
         for mb, all_of_it in zip(bucket.for_rank(rank).microbatches, whole[b].microbatches, strict=True):
             wanted = narrow(all_of_it, view)
             assert {key: array.tolist() for key, array in mb.items()} == {key: array.tolist() for key, array in wanted.items()}
+
+
+def test_who_takes_compact_microbatches_in_turn_needs_memory_for_one() -> None:
+    place, pool = ov.ClientPlaceTree(), SlabPool()
+    bucket = replace(built(place, [0], batch={"microbatches": 8}, compact=True), slab=pool)
+    step = Step(staged(place, ov.Batch(samples=8, context=96))[1], bucket, 0)
+    largest = max(int(mb["cu_seqlens_padded"][-1]) for mb in step)
+    assert pool.nbytes == 0, "nothing is widened that was not asked for"
+    assert [mb["labels"] is mb["labels"] for mb in step] == [True] * 8
+    assert pool.nbytes < 2 * 28 * largest
+    kept = [dict(mb) for mb in step]
+    assert pool.nbytes >= 28 * sum(len(mb["tokens"]) for mb in kept)
+    assert [mb["tokens"].tolist() for mb in kept] == [mb["tokens"].tolist() for mb in step]
+
+
+def test_ids_alone_are_what_a_constructor_holds_of_a_compact_step() -> None:
+    slab = Slab()
+    bucket = built(ov.ClientPlaceTree(), [0], slab, compact=True)
+    assert slab.nbytes == sum(LENGTHS) * 8, "as wide as its payload is, here int64"
+    assert bucket.nbytes < sum(LENGTHS) * 28
+
+
+def test_a_stage_in_the_middle_is_handed_no_ids() -> None:
+    bucket = built(ov.ClientPlaceTree(pp=3), range(3), compact=True)
+    assert [IDS in bucket.for_rank(rank).wide.arrays for rank in range(3)] == [True, False, True]
+    [mb] = bucket.for_rank(1).microbatches
+    assert list(mb) == ["cu_seqlens", "cu_seqlens_padded", "max_seqlen"]
+
+
+def test_a_compact_step_and_its_microbatches_can_be_copied() -> None:
+    place = ov.ClientPlaceTree()
+    bucket = replace(built(place, [0], batch={"microbatches": 2}, compact=True), slab=SlabPool())
+    step = Step(staged(place, ov.Batch(samples=8, context=96))[1], bucket, 0)
+    for copied in (pickle.loads(pickle.dumps(step)), [pickle.loads(pickle.dumps(mb)) for mb in step], copy.deepcopy(list(step))):
+        assert [{k: a.tolist() for k, a in mb.items()} for mb in copied] == [{k: a.tolist() for k, a in mb.items()} for mb in step]

@@ -21,6 +21,7 @@ from overlord.channel.dialling import dial
 from overlord.channel.link import TIMEOUT, SocketLink
 from overlord.client.asking import FRONT_DOOR, reason_of
 from overlord.constructor.builder import Bucket
+from overlord.constructor.slabs import SlabPool
 from overlord.constructor.wide import Wide
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
 from overlord.messages import Ended, Handed, Sealed, Told, Took
@@ -51,6 +52,7 @@ class RemoteInbox:
         self._token, self._where, self._next, self._on_moved = token, where, next_step, on_moved
         self._reconnect_s, self._max_held = reconnect_s, prefetch + SPARE_SLOTS
         self._steps: deque[tuple[Told, Bucket]] = deque()
+        self._slabs = SlabPool()  # for what the trainer widens
         self.taken = -1
         self._before = next_step - 1  # taken by whoever was this rank before: a constructor that was started anew may not know
         self._taking = generation  # of which the step is that was handed out last
@@ -205,7 +207,8 @@ class RemoteInbox:
                 if value.told.step >= self._wanted:  # else it came before the cut
                     n = int(value.bounds[-1]) if len(value.bounds) else 0
                     wide = Wide.of_part(value.wide, value.rows) if value.wide else None
-                    bucket = Bucket(np.arange(n), value.bounds, wide, built=tuple(dict(arrays) for arrays in value.microbatches))
+                    built = tuple(dict(arrays) for arrays in value.microbatches)
+                    bucket = Bucket(np.arange(n), value.bounds, wide, built=built, form=value.form, slab=self._slabs)
                     if value.encoder_rows is not None:
                         bucket = replace(bucket, encoder=Wide.of_part(value.encoder, value.encoder_rows), per=value.per)
                     self._steps.append((value.told, bucket))

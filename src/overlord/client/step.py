@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from overlord.constructor.compact import Opened
 from overlord.constructor.views import FIRST, LAST
 from overlord.sample import SampleId
 
@@ -31,7 +32,7 @@ class Microbatch(Mapping[str, np.ndarray]):
 
     __slots__ = ("_arrays", "_rows", "_served_by", "_told")
 
-    def __init__(self, arrays: dict[str, np.ndarray], told: Told, rows: np.ndarray, served_by: int | None = None):
+    def __init__(self, arrays: Mapping[str, np.ndarray], told: Told, rows: np.ndarray, served_by: int | None = None):
         self._arrays, self._told, self._rows = arrays, told, rows
         self._served_by = served_by  # the rank that fetches this microbatch in its place; None: it was handed here
 
@@ -125,11 +126,12 @@ class Step:
             )
         return self._cut
 
-    def _with_images(self, bucket: Bucket) -> Iterable[dict[str, np.ndarray]]:
+    def _with_images(self, bucket: Bucket) -> Iterable[Mapping[str, np.ndarray]]:
         """Where an exchange belongs to a microbatch, its arrays are the microbatch's too."""
         if bucket.encoder is None or bucket.per != "microbatch":
             return bucket.microbatches
-        return ({**arrays, **exchange} for arrays, exchange in zip(bucket.microbatches, self.encoder, strict=True))
+        both = zip(bucket.microbatches, self.encoder, strict=True)
+        return (arrays.also(more) if isinstance(arrays, Opened) else {**arrays, **more} for arrays, more in both)
 
     @property
     def encoder(self) -> tuple[Microbatch, ...]:

@@ -1,7 +1,7 @@
 """The Data Constructor core of one bucket: which steps can be built, who gets them, when they may go. Pure.
 
 A step is built once for all ranks of the bucket, delivered in step order, and let go when every rank has taken it. Only a few
-steps are built ahead of the fastest rank: built, a step is ten times what its payload is.
+steps are built ahead of the fastest rank: built wide, a step is ten times what its payload is.
 
 Everything may be said twice: after a fault the planner goes back and plans steps again that are here already. Such a step stays what
 it is, and one that misses its payload waits for it in its place, so that none behind it overtakes it.

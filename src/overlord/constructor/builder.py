@@ -9,14 +9,15 @@ from itertools import pairwise, product
 
 import numpy as np
 
+from overlord.constructor.compact import Widening, build_compact, form_of, seen
 from overlord.constructor.encoding import PixelForm, encoder_inputs, leave_out, pool
 from overlord.constructor.microbatch import build_slices, build_wide, fresh
-from overlord.constructor.views import View, narrow, of_stage, views_of
+from overlord.constructor.views import ALL, View, narrow, of_stage, views_of
 from overlord.constructor.wide import Wide
 from overlord.errors import PlanError
 from overlord.hooks import Assembly, Hook, assembled_by
 from overlord.job import Batch
-from overlord.messages import Spoiled, Stage, Told
+from overlord.messages import Form, Spoiled, Stage, Told
 from overlord.placetree import ClientPlaceTree
 from overlord.plan import Assignment, LoadingPlan
 from overlord.sample import Ragged, Scattered
@@ -58,6 +59,8 @@ class Bucket:
     by_rank: Mapping[int, Bucket] = field(default_factory=dict)  # where ranks of one constructor get different things
     encoder: Wide | None = None  # the images that one rank encodes, and their routes, exchange by exchange (``encoding.py``)
     per: str = ""  # "microbatch": exchange m belongs to microbatch m
+    form: Form | None = None  # ``wide`` is compact, and is widened so
+    slab: Callable[[int], np.ndarray] = fresh  # memory for what is widened
 
     def for_rank(self, rank: int) -> Bucket:
         """What is put into the rank's mailbox. Ranks that get the same share one object."""
@@ -67,9 +70,12 @@ class Bucket:
         return len(self.bounds) - 1
 
     @property
-    def microbatches(self) -> Sequence[dict[str, np.ndarray]]:
-        """Cut when asked for: views, made anew each time."""
-        return self.built if self.wide is None else self.wide.cut(self.first, self.first + len(self))
+    def microbatches(self) -> Sequence[Mapping[str, np.ndarray]]:
+        """Cut when asked for: views, made anew each time; what is compact is widened microbatch by microbatch, as they are looked at."""
+        if self.wide is None:
+            return self.built
+        cuts = self.wide.cut(self.first, self.first + len(self))
+        return cuts if self.form is None else Widening(self.form, np.diff(self.bounds) == 0, self.slab).opened(cuts)
 
     def part(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """As it is sent: ``Wide.of_part`` makes it again."""
@@ -87,14 +93,18 @@ class Bucket:
 
 def build_groups(
     staged: StagedStep, told: Told, groups: Mapping[int, Sequence[int]], batch: Batch, multiple: int,
-    slab: Callable[[int], np.ndarray] = fresh, hooks: Sequence[Hook] = (),
+    slab: Callable[[int], np.ndarray] = fresh, hooks: Sequence[Hook] = (), compact: bool = False,
 ) -> list[Bucket]:  # fmt: skip
     """What the given ranks of some data-parallel groups get: built once for all that get the same, and for nobody else.
 
-    A group's ranks may be of several buckets of the plan, and get other parts of them: ``views.py`` says which.
+    A group's ranks may be of several buckets of the plan, and get other parts of them: ``views.py`` says which. ``compact``: to be
+    widened by whoever gets it, where that can be; slices along cp cannot, nor what hooks build.
     """
-    if told.place is None:
+    compact = compact and not hooks and (staged.masked is None or not len(staged.masked))
+    if told.place is None and not compact:
         return build_buckets(staged, list(groups), batch, multiple, slab, hooks)
+    if told.place is None:
+        return _build_views(staged, list(groups), [ALL], batch, multiple, slab, compact)[ALL]
     views, bucket_of = views_of(told.place, told.axis, told.broadcast, batch.cp_split), _buckets_of_ranks(told.place, told.axis)
     wanted = {(bucket_of[rank], views[rank]): None for ranks in groups.values() for rank in ranks}
     buckets = sorted({bucket for bucket, view in wanted if not view.nothing})
@@ -106,7 +116,7 @@ def build_groups(
             if (b, view) in wanted:
                 found[b, view] = replace(bucket, built=_narrowed(bucket, view, staged.plan.step, hooks))
     elif buckets:
-        for view, made in _build_views(staged, buckets, distinct, batch, multiple, slab).items():
+        for view, made in _build_views(staged, buckets, distinct, batch, multiple, slab, compact).items():
             found |= {(b, view): bucket for b, bucket in zip(buckets, made, strict=True)}
     for b, view in wanted:
         if view.nothing:
@@ -118,7 +128,8 @@ def build_groups(
 
 def build_with_images(
     staged: StagedStep, told: Told, groups: Mapping[int, Sequence[int]], members: Sequence[int], form: PixelForm, batch: Batch,
-    multiple: int, slab: Callable[[int], np.ndarray] = fresh, hooks: Sequence[Hook] = (), stopped: Callable[[], bool] = lambda: False,
+    multiple: int, slab: Callable[[int], np.ndarray] = fresh, hooks: Sequence[Hook] = (), compact: bool = False,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Bucket], Spoiled | None]:  # fmt: skip
     """The same with the encoder's part of every rank. ``members`` are all ranks of the groups: the images of those whom nobody serves
     are decoded too, since a sample is left out of the loss whoever looks on."""
@@ -127,7 +138,7 @@ def build_with_images(
         raise PlanError(found, told.step, 'launch without broadcast=False, or set batch.cp_split="none"')
     encoded = encoder_inputs(staged, members, form, slab, pool(), stopped)
     staged = replace(staged, masked=encoded.masked)
-    built = build_groups(staged, told, groups, batch, multiple, slab, hooks)
+    built = build_groups(staged, told, groups, batch, multiple, slab, hooks, compact)
     none = np.zeros(1, np.int64)
     with_encoder = [
         Bucket(none[:0], none, None, by_rank={r: replace(b.for_rank(r), encoder=encoded.wides[r], per=encoded.per) for r in ranks})
@@ -154,13 +165,19 @@ def _narrowed(bucket: Bucket, view: View, step: int, hooks: Sequence[Hook]) -> t
 
 
 def _build_views(
-    staged: StagedStep, buckets: Sequence[int], views: Sequence[View], batch: Batch, multiple: int, slab: Callable[[int], np.ndarray]
-) -> dict[View, list[Bucket]]:
+    staged: StagedStep, buckets: Sequence[int], views: Sequence[View], batch: Batch, multiple: int, slab: Callable[[int], np.ndarray],
+    compact: bool,
+) -> dict[View, list[Bucket]]:  # fmt: skip
     """The buckets as each view has them. Slices of all cp ranks are built together; no bucket's views are partly cut."""
     rows, bounds, place = _rows(staged.plan.main, buckets)
     m, cp = staged.plan.main.n_microbatches, views[0].cp
     documents = _gathered(staged, rows, place, m * len(buckets))
-    if cp == 1:
+    forms: dict[View, Form] = {}
+    if cp == 1 and compact:
+        found = build_compact(*documents, batch, multiple, slab), form_of(batch)
+        made = {view: seen(*found, view) for view in views}
+        wides, forms = {view: wide for view, (wide, _) in made.items()}, {view: form for view, (_, form) in made.items()}
+    elif cp == 1:
         whole = _left_out(build_wide(*documents, batch, multiple, slab), staged, buckets, 0)
         wides = {view: of_stage(whole, view) for view in views}
     else:
@@ -168,7 +185,7 @@ def _build_views(
         slices = dict(zip(ranks, build_slices(*documents, batch, multiple, slab, cp, ranks), strict=True))
         wides = {view: of_stage(slices[view.cp_rank], view) for view in views}
     cuts = [bounds[k * m : (k + 1) * m + 1] for k in range(len(buckets))]
-    return {view: [Bucket(rows, cut, wide, k * m) for k, cut in enumerate(cuts)] for view, wide in wides.items()}
+    return {view: [Bucket(rows, cut, wide, k * m, form=forms.get(view)) for k, cut in enumerate(cuts)] for view, wide in wides.items()}
 
 
 def build_buckets(

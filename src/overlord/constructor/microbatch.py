@@ -64,10 +64,10 @@ def build_wide(
     ``slab`` gives memory, bytes without content: a pool that reuses it saves more than the gather costs.
     Document i is ``values[start[i] : start[i] + length[i]]`` and not empty; documents come sorted by (microbatch, slot).
     """
-    docs = _documents(start, length, microbatch, n_microbatches, source, batch, multiple)
+    docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
     total = int(docs.size.sum())
     laid = _Laid(docs.start, docs.content, docs.true, docs.size)
-    return _wide(docs, _per_token(values, laid, total, batch, slab), 1, batch)
+    return wide_of(docs, _per_token(values, laid, total, batch, slab), 1, batch)
 
 
 def build_slices(
@@ -78,17 +78,17 @@ def build_slices(
 
     Slices lie rank after rank in one piece of memory. A run of a document is laid as documents are, so it costs hardly more.
     """
-    docs = _documents(start, length, microbatch, n_microbatches, source, batch, multiple)
+    docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
     by_row = batch.layout == "padded"
     doc, base, size = pieces(docs.size, docs.first, cp, cp_ranks, batch.cp_split, by_row=by_row)
     left = docs.content[doc] - base
     laid = _Laid(docs.start[doc], np.clip(left, 0, size), np.clip(docs.true[doc] - base, 0, size), size, base, left > size)
     arrays = _per_token(values, laid, int(size.sum()), batch, slab)
     n = len(cp_ranks)
-    return [_wide(docs, {key: array.reshape(n, -1)[i] for key, array in arrays.items()}, cp, batch) for i in range(n)]
+    return [wide_of(docs, {key: array.reshape(n, -1)[i] for key, array in arrays.items()}, cp, batch) for i in range(n)]
 
 
-class _Documents(NamedTuple):
+class Documents(NamedTuple):
     """All documents of a step, those of no content in empty microbatches included."""
 
     start: np.ndarray  # in the payload
@@ -110,13 +110,13 @@ class _Laid(NamedTuple):
     goes_on: np.ndarray | None = None  # the document has a token behind the run
 
 
-def _documents(
+def documents(
     start: np.ndarray, length: np.ndarray, microbatch: np.ndarray, n_microbatches: int, source: np.ndarray, batch: Batch, multiple: int
-) -> _Documents:
+) -> Documents:
     start, content, source, first = _with_empty_microbatches(start, length, microbatch, n_microbatches, source)
     size = np.full_like(content, batch.context) if batch.layout == "padded" else np.maximum(-(-content // multiple), 1) * multiple
     assert (content <= size).all(), "a document is longer than the context"
-    return _Documents(start, content, np.where(content > 0, content, multiple), size, source, first)
+    return Documents(start, content, np.where(content > 0, content, multiple), size, source, first)
 
 
 def _per_token(values: np.ndarray, laid: _Laid, total: int, batch: Batch, slab: Callable[[int], np.ndarray]) -> dict[str, np.ndarray]:
@@ -127,7 +127,7 @@ def _per_token(values: np.ndarray, laid: _Laid, total: int, batch: Batch, slab: 
     wide = _allocate(total, slab)
     fill = _fill_by_index if len(values) and total < SLICE_FROM * len(size) else _fill_by_slices
     fill(values, laid.start, content, offset, origin, size, wide["tokens"], wide["position_ids"])
-    holes = _ranges(offset + content, size - content)
+    holes = ranges(offset + content, size - content)
     wide["tokens"][holes] = batch.pad_id
     _fill_targets(wide, values, holes, offset, origin, laid, batch.labels)
     if batch.layout == "padded":
@@ -135,7 +135,7 @@ def _per_token(values: np.ndarray, laid: _Laid, total: int, batch: Batch, slab: 
     return wide
 
 
-def _wide(docs: _Documents, arrays: dict[str, np.ndarray], cp: int, batch: Batch) -> Wide:
+def wide_of(docs: Documents, arrays: dict[str, np.ndarray], cp: int, batch: Batch) -> Wide:
     """These arrays, of one slice of ``cp``, with those that have an entry for every document."""
     first, n_microbatches = docs.first, len(docs.first) - 1
     if batch.layout == "padded":
@@ -256,11 +256,11 @@ def _fill_targets(
 
 def _attention(total: int, start: np.ndarray, count: np.ndarray) -> np.ndarray:
     mask = np.ones(total, np.bool_)
-    mask[_ranges(start, count)] = False
+    mask[ranges(start, count)] = False
     return mask
 
 
-def _ranges(start: np.ndarray, count: np.ndarray) -> np.ndarray:
+def ranges(start: np.ndarray, count: np.ndarray) -> np.ndarray:
     """The numbers start[i], start[i]+1, ... count[i] of them, for each i in turn."""
     ends = np.cumsum(count)
     return np.repeat(start - ends + count, count) + np.arange(int(ends[-1]))
@@ -271,4 +271,4 @@ def _cumulative(length: np.ndarray, first: np.ndarray) -> np.ndarray:
     sums = np.zeros(len(length) + 1, np.int64)
     np.cumsum(length, out=sums[1:])
     n = np.diff(first)
-    return (sums[_ranges(first[:-1], n + 1)] - np.repeat(sums[first[:-1]], n + 1)).astype(np.int32)
+    return (sums[ranges(first[:-1], n + 1)] - np.repeat(sums[first[:-1]], n + 1)).astype(np.int32)

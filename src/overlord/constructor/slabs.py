@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,10 @@ class SlabPool:
         self._max_bytes = max_bytes
         self._reuses: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, of a bucket that has it say, is a pool of its own."""
+        return SlabPool, (self._max_bytes,)
 
     def __call__(self, nbytes: int) -> np.ndarray:
         """At least nbytes of memory that nobody views; its content is undefined."""

@@ -176,11 +176,7 @@ def cut(wide: Wide, view: View) -> Wide:
 
 def of_stage(wide: Wide, view: View) -> Wide:
     """Only the keys that a view has."""
-    kept = [view.has(key) for key in wide.arrays]
-    if all(kept):
-        return wide
-    arrays = {key: array for (key, array), keep in zip(wide.arrays.items(), kept, strict=True) if keep}
-    return Wide(arrays, [s for s, keep in zip(wide.starts, kept, strict=True) if keep], wide.single & arrays.keys())
+    return wide.only(view.has)
 
 
 def pieces(

@@ -5,7 +5,7 @@ Whoever hands them to a trainer cuts views; whoever sends them to another proces
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -38,6 +38,14 @@ class Wide:
                 for m, views in enumerate(made):
                     views[key] = array[starts[first + m] : starts[first + m + 1]]
         return made
+
+    def only(self, wanted: Callable[[str], bool]) -> Wide:
+        """These keys alone."""
+        kept = [wanted(key) for key in self.arrays]
+        if all(kept):
+            return self
+        arrays = {key: array for (key, array), keep in zip(self.arrays.items(), kept, strict=True) if keep}
+        return Wide(arrays, [s for s, keep in zip(self.starts, kept, strict=True) if keep], self.single & arrays.keys())
 
     def part(self, first: int, stop: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """The arrays of these microbatches alone, as views, and the rows of each: int64 [keys, microbatches]."""

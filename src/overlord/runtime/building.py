@@ -53,10 +53,12 @@ class Building:
         self, assemblers: Sequence[Assembler], *, batch: Batch, multiple: int, executor: Executor, run: Callable[[Sequence[Any]], None],
         cannot: Callable[[Finish], None], hooks: Sequence[Hook] = (), slabs: Callable[[int], np.ndarray] | None = None,
         broadcast: bool = True, images: PixelForm | None = None, spoiled: Callable[[Spoiled], None] = lambda event: None,
+        compact: bool = False,
     ):  # fmt: skip
         self.assemblers = {a.bucket: a for a in assemblers}
         self._batch, self._multiple, self._executor, self._run = batch, multiple, executor, run
         self._cannot_tell, self._hooks, self._broadcast, self._images = cannot, tuple(hooks), broadcast, images
+        self._compact = compact  # what is built waits and travels so, and is widened by who gets it
         self._spoiled, self.stopped = spoiled, False  # set when nobody waits for what is being built
         self.slabs: Any = SlabPool() if slabs is None else slabs
         self._staged: dict[int, StagedStep] = {}
@@ -134,7 +136,7 @@ class Building:
     def _build(self, step: int, buckets: list[int]) -> None:
         staged, told = self._staged[step], self._told[step]
         groups = {b: [rank for rank in self.assemblers[b].ranks if rank in self.mailboxes] for b in buckets}
-        how = (self._batch, self._multiple, self.slabs, self._hooks)
+        how = (self._batch, self._multiple, self.slabs, self._hooks, self._compact)
         if (form := self._images) is None:
             self._executor.submit(
                 "build", lambda: (build_groups(staged, told, groups, *how), None), self._build_done(told, buckets), urgent=True

@@ -50,7 +50,7 @@ class ConstructorHost(HostActor):
             [Assembler(b, ranks, settings.build_ahead) for b, ranks in buckets.items()], batch=batch, multiple=multiple,
             executor=self._executor, run=self.run,
             cannot=self._events.put, hooks=hooks, slabs=Slabs(self._ring), broadcast=settings.broadcast, images=images,
-            spoiled=self._events.put,
+            spoiled=self._events.put, compact=True,
         )  # fmt: skip
         self._delivery = Delivery(took=self._heard)
         self._news, self._news_lock = dict[int, int](), threading.Lock()  # what clients took and the pump has not seen yet

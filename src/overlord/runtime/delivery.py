@@ -279,7 +279,7 @@ class Delivery:
             rows = bucket.samples[first : int(bounds[-1]) if len(bounds) else 0]
             part = self._sealed(told).of_rows(rows)
             if bucket.wide is not None:
-                handed = Handed(part, bounds - first, *bucket.part())
+                handed = Handed(part, bounds - first, *bucket.part(), form=bucket.form)
             else:  # of a hook, which builds what it likes
                 handed = Handed(part, bounds - first, {}, np.zeros((0, len(bucket)), np.int64), tuple(bucket.microbatches))
             if bucket.encoder is not None:

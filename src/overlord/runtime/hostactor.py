@@ -38,6 +38,7 @@ class Settings:
     ring_bytes: int = 2**30
     build_ahead: int = 2
     broadcast: bool = True  # False: every rank fetches its own
+    narrow: bool = True  # payload travels in as few bytes as its ids need; hooks see the type that the source has
     check: bool = False
     failover: bool = False  # parts that are lost are started anew, and the others go back
     machine: Machine = field(default_factory=Machine, repr=False)  # where the host lives: this one, but in simulations

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from overlord.channel.link import TIMEOUT, Link
+from overlord.constructor.compact import narrowest
 from overlord.errors import ActorLost, DataStall, LinkRefused, PlanError
 from overlord.hooks import Hook, popped_by
 from overlord.messages import (
@@ -50,6 +51,7 @@ class LoaderHost(HostActor):
         super().__init__(f"loader-host/{number}", settings)
         self._number, self._kits, self._hooks, self._seed = number, dict(kits), tuple(hooks), seed
         self._born = int(self._machine.now() * 1000)  # of two that have a number the later one is heard
+        self._narrow = settings.narrow
         self._handles = HandleCache(max_open=settings.open_files, max_bytes=settings.open_bytes)
         self._workers: dict[int, TransformWorker] = {}
         self._failover = settings.failover and bool(constructors)  # a client that builds for itself has nobody to go back with
@@ -233,12 +235,12 @@ class LoaderHost(HostActor):
     def _in_ring(self, pieces: Sequence[Ragged]) -> Ragged:
         """Pieces as one, their values in a slot of the ring: the one copy on the way to the constructor. Where there is no room they lie in
         this process and are copied once more: to wait for a slot would be to wait for the trainer, or for what stands behind us."""
-        dtype = np.result_type(*(p.values.dtype for p in pieces))
         spans = [p.values[int(p.offsets[0]) : int(p.offsets[-1])] for p in pieces]
+        dtype = narrowest(spans) if self._narrow else np.result_type(*(span.dtype for span in spans))
         total = sum(map(len, spans))
         room = self._ring.take(max(1, total * dtype.itemsize))
         values = np.empty(total, dtype) if room is None else room[: total * dtype.itemsize].view(dtype)
-        np.concatenate(spans, out=values)
+        np.concatenate(spans, out=values, casting="unsafe")  # that they fit was seen
         lengths = np.concatenate([p.lengths for p in pieces])
         return Ragged(values, np.concatenate([[0], np.cumsum(lengths)]))
 

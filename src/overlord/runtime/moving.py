@@ -12,8 +12,7 @@ from overlord.planner.spec import NewSource
 from overlord.recovery.supervisor import Up
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.recovering import START_S, Recovering
-
-READ_AHEAD = 8  # steps: hosts that work side by side are not equally fast at every step
+from overlord.runtime.starting import SIDE_BY_SIDE
 
 
 class Joining(Recovering):
@@ -25,7 +24,7 @@ class Joining(Recovering):
     def prepare_source(self, blueprint: Blueprint) -> int:
         """A host of its own for a source that joins: code crosses only when a process starts. Returns its number."""
         i, h = len(blueprint.job.sources) - 1, max(self._kits) + 1  # a number is used once: one that was dropped counts as lost
-        before, self.blueprint = self.blueprint, blueprint.with_loaders((*self.hosting.loaders, blueprint.loaders_of(i)), READ_AHEAD)
+        before, self.blueprint = self.blueprint, blueprint.with_loaders((*self.hosting.loaders, blueprint.loaders_of(i)), SIDE_BY_SIDE)
         try:
             self._start_loader_host(h, [i], self.blueprint.openings(i, Cursor()), joined=False)
             self._control.get(self._control.call(self._loaders[h].handle, "do", []), START_S)

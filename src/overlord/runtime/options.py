@@ -27,8 +27,8 @@ class Options:
     build_ahead: int | None = None  # steps of the window that are built; None: all in one process, 2 in several, the others wait as payload
     loaders: Mapping[str, int] | None = None  # loaders per source; 1 where not named
     workers: int | None = None  # threads that read, transform and build
-    # Steps' worth of samples held ready beyond the draw; None: 2 in one process, 8 in several. All sources must have theirs before a step
-    # can be drawn, so hosts that work side by side need room to differ: 16 of them were 55 % busy with 2, 83 % with 6, 92 % with 16.
+    # Steps' worth of samples held ready beyond the draw; None: 2 where one process reads, 8 where several do. All sources must have theirs
+    # before a step can be drawn, so hosts that work side by side need room to differ: 16 of them were 55 % busy with 2, 92 % with 16.
     read_ahead: int | None = None
     buffer_bytes: int = 2**30  # of samples held ready beyond the draw, over all sources
     open_bytes: int = 2**28  # of files held open in the middle of a chunk

@@ -22,9 +22,8 @@ from overlord.runtime.front import Hands
 from overlord.runtime.peers import fault_of
 from overlord.runtime.plankit import PlannerKit
 from overlord.runtime.planneractor import PlannerActor
-from overlord.runtime.process import READ_AHEAD
 from overlord.runtime.process_control import ProcessControl
-from overlord.runtime.starting import Recipes, hosting_of, n_constructors, settings_of
+from overlord.runtime.starting import Recipes, hosting_of, n_constructors, read_ahead_of, settings_of
 
 log = logging.getLogger("overlord")
 
@@ -42,7 +41,7 @@ class Parts:
 
     def __init__(self, blueprint: Blueprint, generation: int, told: Callable[[tuple[Any, ...]], None]):
         self.hosting = hosting_of(blueprint)
-        self.blueprint = blueprint.with_loaders(self.hosting.loaders, READ_AHEAD)
+        self.blueprint = blueprint.with_loaders(self.hosting.loaders, read_ahead_of(self.hosting))
         self.token = secrets.token_urlsafe(24)
         self.control = ProcessControl()
         self.constructor_of = np.arange(len(list(blueprint.job.place.buckets("DP")))) % n_constructors(blueprint)

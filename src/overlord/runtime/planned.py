@@ -21,7 +21,7 @@ from overlord.runtime.inside import InsideBox
 from overlord.runtime.local import Pump
 from overlord.runtime.parts import PLANNER, START_S, Parts
 from overlord.runtime.planneractor import Counted
-from overlord.runtime.process import READ_AHEAD
+from overlord.runtime.starting import SIDE_BY_SIDE
 from overlord.runtime.written import UNWRITTEN, Beginning
 from overlord.sample import Buffer
 
@@ -270,7 +270,7 @@ class PlannedEngine:
         parts, i = self._parts, len(blueprint.job.sources) - 1
         before, h = parts.blueprint, parts.next_host
         parts.next_host += 1
-        parts.blueprint = blueprint.with_loaders((*parts.hosting.loaders, blueprint.loaders_of(i)), READ_AHEAD)
+        parts.blueprint = blueprint.with_loaders((*parts.hosting.loaders, blueprint.loaders_of(i)), SIDE_BY_SIDE)
         parts.kits[h] = (i,)
         try:
             host = parts.recipes.loader_host(h, [i], parts.blueprint.openings(i, Cursor()), self._constructor_addresses())

@@ -27,7 +27,7 @@ from overlord.runtime.local import Pump
 from overlord.runtime.peers import Peers
 from overlord.runtime.plankit import PlannerBlueprint, PlannerKit
 from overlord.runtime.plannerhost import Asking, PlannerHost
-from overlord.runtime.process import READ_AHEAD
+from overlord.runtime.starting import SIDE_BY_SIDE
 from overlord.sample import Buffer
 
 log = logging.getLogger("overlord")
@@ -224,7 +224,7 @@ class PlannerActor:
             host, before = self._host, self._host.blueprint
             assert isinstance(before, PlannerBlueprint)
             loaders = (*host.hosting.loaders, new.source.loaders)
-            host.adopt_source(before.joined_by(new.source, fingerprint).with_loaders(loaders, READ_AHEAD), h)
+            host.adopt_source(before.joined_by(new.source, fingerprint).with_loaders(loaders, SIDE_BY_SIDE), h)
             try:
                 host.add_source(new, h, budget_bytes, lambda: host.journal.joined(new.event, host.blueprint))
             except BaseException:

@@ -45,11 +45,10 @@ from overlord.runtime.host import KeptPlans
 from overlord.runtime.inside import InsideBox
 from overlord.runtime.local import Pump
 from overlord.runtime.machine import Machine
-from overlord.runtime.moving import READ_AHEAD as READ_AHEAD
 from overlord.runtime.moving import Joining
 from overlord.runtime.recovering import START_S
 from overlord.runtime.sendable import sendable
-from overlord.runtime.starting import Recipes, Starter, hosting_of, n_constructors, settings_of
+from overlord.runtime.starting import Recipes, Starter, hosting_of, n_constructors, read_ahead_of, settings_of
 
 log = logging.getLogger("overlord")
 
@@ -72,7 +71,7 @@ class ProcessHost(Joining):
         super().__init__(check=blueprint.options.check)
         self._machine = machine or Machine()  # time and threads come from it alone: simulations have another
         self.hosting = hosting_of(blueprint) if starter is None else starter.hosting
-        blueprint = self.blueprint = blueprint.with_loaders(self.hosting.loaders, READ_AHEAD)
+        blueprint = self.blueprint = blueprint.with_loaders(self.hosting.loaders, read_ahead_of(self.hosting))
         self.planner = blueprint.planner(state)
         self.fails_over = blueprint.options.failover and blueprint.options.constructors
         self._keep_past(blueprint)

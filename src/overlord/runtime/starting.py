@@ -11,7 +11,7 @@ import numpy as np
 from overlord.constructor.assembler import BUILD_AHEAD
 from overlord.hooks import CONSTRUCTOR, LOADER, of_kind
 from overlord.messages import Opening
-from overlord.runtime.bootstrap import Blueprint, SourceKit
+from overlord.runtime.bootstrap import READ_AHEAD, Blueprint, SourceKit
 from overlord.runtime.constructorhost import ConstructorHost
 from overlord.runtime.control import Control, Handle
 from overlord.runtime.hostactor import Settings
@@ -20,6 +20,7 @@ from overlord.runtime.loaderhost import LoaderHost
 from overlord.runtime.options import n_cores, ring_bytes
 from overlord.runtime.sendable import sendable
 
+SIDE_BY_SIDE = 8  # steps, where several hosts read: they are not equally fast at every step
 CORES_PER_CONSTRUCTOR = 16  # one builds a hundred million tokens a second; with several, loaders must sort payload by host
 
 
@@ -53,6 +54,11 @@ def n_constructors(blueprint: Blueprint) -> int:
     return blueprint.options.constructor_hosts or min(buckets, max(1, n_cores() // CORES_PER_CONSTRUCTOR))
 
 
+def read_ahead_of(hosting: Hosting) -> int:
+    """Steps' worth of samples beyond the draw."""
+    return SIDE_BY_SIDE if hosting.n_hosts > 1 else READ_AHEAD
+
+
 def settings_of(blueprint: Blueprint, hosting: Hosting, token: str, generation: int) -> Settings:
     """What all hosts are told when they are started."""
     options = blueprint.options
@@ -60,7 +66,7 @@ def settings_of(blueprint: Blueprint, hosting: Hosting, token: str, generation: 
         name=blueprint.job.name, token=token, generation=generation, workers=max(1, (options.workers or n_cores()) // hosting.n_hosts),
         open_files=max(1, options.open_files // hosting.n_hosts), open_bytes=max(1, options.open_bytes // hosting.n_hosts),
         ring_bytes=ring_bytes(options), check=options.check, build_ahead=options.build_ahead or BUILD_AHEAD, broadcast=options.broadcast,
-        failover=options.failover and options.constructors,
+        failover=options.failover and options.constructors, narrow=not of_kind(blueprint.job.hooks, CONSTRUCTOR),
     )  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from overlord.runtime.control import Handle
 from overlord.runtime.journalling import Journal
 from overlord.runtime.plankit import PlannerBlueprint, PlannerKit
 from overlord.runtime.plannerhost import PlannerHost
-from overlord.runtime.process import READ_AHEAD, ProcessHost
-from overlord.runtime.starting import Recipes, hosting_of, n_constructors, settings_of
+from overlord.runtime.process import ProcessHost
+from overlord.runtime.starting import Recipes, hosting_of, n_constructors, read_ahead_of, settings_of
 from overlord.runtime.written import Beginning
 from overlord.simulation.control import Family, SimControl
 from overlord.simulation.disk import SimDisk, SimWriter
@@ -153,7 +153,7 @@ class Launched:
         return journal, found
 
     def _planner_host(self, found: Recovered | None, state: StreamState | None, reason: str, blueprint: Blueprint) -> PlannerHost:
-        blueprint = blueprint.with_loaders(self.hosting.loaders, READ_AHEAD)
+        blueprint = blueprint.with_loaders(self.hosting.loaders, read_ahead_of(self.hosting))
         settings = settings_of(blueprint, self.hosting, self.token, self.session)
         starter = Living(self.control, lambda: blueprint, settings, self.hosting, self.constructor_of)
         kit = PlannerKit(

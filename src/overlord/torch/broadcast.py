@@ -24,6 +24,8 @@ from overlord.channel.seal import seal
 from overlord.client.client import Box, Client, State
 from overlord.client.step import Step
 from overlord.constructor.builder import Bucket
+from overlord.constructor.compact import seen
+from overlord.constructor.slabs import SlabPool
 from overlord.constructor.views import View, narrow
 from overlord.constructor.wide import Wide
 from overlord.errors import ActorLost, DataStall, OverlordError, PlanError, StateMismatch
@@ -70,6 +72,7 @@ class BroadcastClient(Client):
     ):  # fmt: skip
         self.service, self._view, self._wire, self._clients, self._split = service, view, wire, dict(clients), split
         self._own = self._clients.get(service.rank)
+        self._slabs = SlabPool()  # for what the trainer widens
         self._asking, self._leave, self._farewells, self._asked = asking, leave, farewells, None
         self._over: BaseException | None = None  # why no frame comes any more
         self._early: deque[dict[str, Any]] = deque()  # frames that came to a call they were not meant for
@@ -180,9 +183,13 @@ class BroadcastClient(Client):
     def _mine(self, part: Mapping[str, Any], own: Step | None) -> Bucket:
         """This rank's view of its seat's microbatches; with the images it encodes, which no other rank gets."""
         wide = Wide.of_part(part["wide"], part["rows"]) if part["wide"] else None
-        whole = part["microbatches"] if wide is None else wide.cut(0, len(part["bounds"]) - 1)
-        built = tuple(narrow(arrays, self._view) for arrays in whole)
-        bucket = Bucket(np.arange(int(part["bounds"][-1])), part["bounds"], None, built=built)
+        bucket = Bucket(np.arange(int(part["bounds"][-1])), part["bounds"], wide, form=part["form"], slab=self._slabs)
+        if wide is not None and bucket.form is not None and not self._view.sliced:
+            wide, form = seen(wide, bucket.form, self._view)
+            bucket = replace(bucket, wide=wide, form=form)
+        else:
+            whole = part["microbatches"] if wide is None else bucket.microbatches
+            bucket = replace(bucket, wide=None, form=None, built=tuple(narrow(arrays, self._view) for arrays in whole))
         if own is not None:
             return replace(bucket, encoder=own._bucket.encoder, per=own._bucket.per)
         if part["encoder"] and self.service.seat == self.rank:
@@ -329,7 +336,7 @@ def _part(seat: int, step: Step, images: bool) -> dict[str, Any]:
     return {
         "seat": seat, "told": replace(told, after=sealed(told.after)), "bounds": bounds - first, "wide": wide, "rows": rows,
         "microbatches": [] if bucket.wide is not None else [dict(arrays) for arrays in bucket.microbatches],
-        "encoder": encoder, "encoder_rows": encoder_rows, "per": bucket.per,
+        "encoder": encoder, "encoder_rows": encoder_rows, "per": bucket.per, "form": bucket.form,
     }  # fmt: skip
 
 

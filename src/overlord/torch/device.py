@@ -213,7 +213,8 @@ class DevicePrefetcher:
             on_device = {key: found.popleft() for key in moved}
             kept = {key: tensor_of(np.array(mb[key])) for key in mb if key in HOST_KEYS}
             all_keys = {key: on_device[key] if key in on_device else kept[key] for key in mb}
-            made.append(TensorMicrobatch(all_keys, detached_samples(mb), Facts.of(mb), why_missing(mb)))
+            facts = Facts.of({key: moved.get(key, kept.get(key)) for key in mb})  # not of mb, which would widen its arrays once more
+            made.append(TensorMicrobatch(all_keys, detached_samples(mb), facts, why_missing(mb)))
         n = len(microbatches)
         return _Ready(TensorStep(about(step), made[:n], made[n:]), behind, copied)
 

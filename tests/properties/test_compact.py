@@ -1,0 +1,86 @@
+"""Laws of the compact form: what is widened of it is to the bit what would have been built wide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlord.constructor import compact as module
+from overlord.constructor.compact import IDS, Widening, build_compact, form_of, narrowest, seen
+from overlord.constructor.microbatch import build_wide, fresh
+from overlord.constructor.slabs import SlabPool
+from overlord.constructor.views import View, of_stage
+from overlord.constructor.wide import Wide
+from tests.properties.test_microbatch import steps
+
+VIEWS = [View(first=first, last=last) for first in (True, False) for last in (True, False)]
+
+
+@contextmanager
+def ways(joined: bool, sliced: bool) -> Iterator[None]:
+    """Which of two ways documents are laid, and positions are counted."""
+    usual = module.JOIN_FROM, module.SLICE_FROM
+    try:
+        module.JOIN_FROM, module.SLICE_FROM = 0 if joined else 10**9, 0 if sliced else 10**9
+        yield
+    finally:
+        module.JOIN_FROM, module.SLICE_FROM = usual
+
+
+def opened(step: Mapping[str, Any], view: View, slab: Any = fresh) -> list[Any]:
+    """Through a message and back, as a client gets it."""
+    wide, form = seen(build_compact(**step), form_of(step["batch"]), view)
+    n = step["n_microbatches"]
+    empty = np.bincount(step["microbatch"], minlength=n) == 0
+    return Widening(form, empty, slab).opened(Wide.of_part(*wide.part(0, n)).cut(0, n))
+
+
+@given(steps(), st.sampled_from(VIEWS), st.booleans(), st.booleans(), st.sampled_from([0, 7, 2**16]))
+def test_what_is_widened_equals_what_is_built_wide(step: dict[str, Any], view: View, joined: bool, sliced: bool, pad_id: int) -> None:
+    step["batch"] = replace(step["batch"], pad_id=pad_id)
+    wanted = of_stage(build_wide(**step), view).cut(0, step["n_microbatches"])
+    with ways(joined, sliced):
+        for a, b in zip(opened(step, view), wanted, strict=True):
+            assert list(a) == list(b)
+            assert len(a) == len(b)
+            assert IDS not in a
+            for key, array in b.items():
+                assert key in a
+                assert (a[key].dtype, a[key].shape) == (array.dtype, array.shape)
+                assert np.array_equal(a[key], array)
+                assert not a[key].flags.writeable
+
+
+@given(steps(), st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["tokens", "labels", "loss_mask", "position_ids"]), st.booleans())))
+def test_what_is_kept_stays_what_it_was(step: dict[str, Any], asked: list[tuple[int, str, bool]]) -> None:
+    """Memory is used again for the next microbatch, but never under an array that somebody holds."""
+    wanted = build_wide(**step).cut(0, step["n_microbatches"])
+    found, kept = opened(step, View(), SlabPool()), []
+    for m, key, keeps in asked:
+        m %= len(found)
+        assert np.array_equal(found[m][key], wanted[m][key])
+        if keeps:
+            kept.append((m, key, found[m][key]))
+    for m, key, array in kept:
+        assert np.array_equal(array, wanted[m][key])
+
+
+@given(st.lists(st.lists(st.integers(0, 2**17)), min_size=1), st.sampled_from([np.uint16, np.uint32, np.int32, np.int64]))
+def test_ids_keep_their_values_in_the_narrowest_type(pieces: list[list[int]], dtype: Any) -> None:
+    arrays = [np.array(piece).astype(dtype) for piece in pieces]
+    whole = np.concatenate(arrays)
+    kind = narrowest([*arrays, np.zeros(0, np.int64)])
+    assert np.array_equal(whole.astype(kind), whole)
+    if whole.size and whole.max() < 2**16:
+        assert kind == np.uint16
+
+
+def test_an_id_below_zero_is_not_narrowed_away() -> None:
+    pieces = [np.array([-1, 5], np.int32)]
+    assert narrowest(pieces) == np.int32
