@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from overlord.errors import ActorLost, DataStall, OverlordError
-from overlord.messages import StreamState
+from overlord.messages import Report, StreamState
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.control import Handle
 from overlord.runtime.front import Hands
@@ -55,6 +55,7 @@ class Parts:
         self.planner: Handle | None = None  # the present one; it may be being started
         self._beating: Handle | None = None
         self.watched = False
+        self.reports: dict[tuple[int, int], Report] = {}  # accepted lately, by step and rank
         self._session, self._told = generation, told
         self._incarnation = self._restarts = 0
         self._reason = ""
@@ -84,6 +85,7 @@ class Parts:
                 self.blueprint, state=self._initial, hosting=self.hosting, token=self.token, session=self._session,
                 incarnation=self._incarnation, reason=self._reason, constructor_of=tuple(self.constructor_of.tolist()), living=living,
                 kits=tuple(self.kits.items()), attached=tuple(sorted(self.attached)), watched=self.watched,
+                reports=tuple(self.reports.values()),
             )  # fmt: skip
             self._tickets = {}
             planner = self.planner = self.control.spawn(PlannerActor, kit, name=PLANNER)

@@ -9,7 +9,7 @@ from typing import Any
 
 from overlord.constructor.encoding import PixelForm
 from overlord.job import Job
-from overlord.messages import StreamState
+from overlord.messages import Report, StreamState
 from overlord.planner.spec import SourceSpec
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.hosting import Hosting, SourceLoad
@@ -91,6 +91,7 @@ class PlannerKit:
     living: tuple[str, ...] = ()
     kits: tuple[tuple[int, tuple[int, ...]], ...] = ()  # sources that loader hosts of joined sources can open
     attached: tuple[int, ...] = ()
+    reports: tuple[Report, ...] = ()  # that the one before it had accepted: the last may have died with it
     watched: bool = False  # stages and taken steps are told, for clients that are served
 
     def hosting_of(self, n: int) -> Hosting:

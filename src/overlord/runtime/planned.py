@@ -260,10 +260,20 @@ class PlannedEngine:
     def report(self, report: Report) -> bool:
         """Kept here until a planner has it; if there will be none, it changes nothing."""
         try:
-            return bool(self._parts.ask("report", report, timeout_s=REPORT_S))
+            used = bool(self._parts.ask("report", report, timeout_s=REPORT_S))
+            if used:
+                self._keep(report)
+            return used
         except (ActorLost, DataStall) as fault:
             log.warning("the report of rank %d on step %d is dropped: %s", report.rank, report.step, fault)
             return False
+
+    def _keep(self, report: Report) -> None:
+        """A planner has accepted it, and may die before it is written: the next one is told of it as it begins."""
+        job, prefetch = self._parts.blueprint.job, self._parts.blueprint.options.prefetch
+        oldest = report.step - job.feedback_lag - prefetch
+        kept = {key: r for key, r in self._parts.reports.items() if r.step >= oldest} if self._parts.reports else {}
+        self._parts.reports = kept | {(report.step, report.rank): report}
 
     def prepare_source(self, blueprint: Blueprint) -> int:
         """A host of its own for a source that joins."""

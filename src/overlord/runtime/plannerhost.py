@@ -144,6 +144,8 @@ class PlannerHost(ProcessHost):
         every = set(self._bucket_of)
         for rank in sorted(every):
             self._constructor(rank).out.append(Attach(rank) if rank in self._attached else Detach(rank))
+        for report in self._kit.reports:  # written with the plan that comes next, if one came
+            self.event(report)
         self.go_back(self._kit.reason)
         for h, had in self._had.items():  # some moved since, or were followed there
             follows = {loader for loader, where in self._shadows.where.items() if where == h}

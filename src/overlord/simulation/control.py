@@ -14,7 +14,7 @@ from overlord.runtime.control import SHUT_DOWN, SHUTDOWN_S, Handle, OnDeath, Rec
 from overlord.runtime.hostactor import Settings
 from overlord.simulation.net import Net, Wire
 from overlord.simulation.virtual import SimMachine
-from overlord.simulation.world import Fiber, Process, World
+from overlord.simulation.world import Process, World
 
 START_S = 0.05  # median, until an actor's factory runs
 KILLED = "killed by signal 9"
@@ -56,10 +56,10 @@ class Family:
 class SimRecord(Record):
     """An actor as one control plane knows it."""
 
-    def __init__(self, name: str, member: Member, back: Wire):
+    def __init__(self, name: str, member: Member, there: Wire, back: Wire):
         super().__init__(name)
-        self.member, self.process, self.back = member, member.process, back
-        self.wires: dict[Fiber | None, Wire] = {}  # calls of one thread arrive in order, those of several do not
+        self.member, self.process = member, member.process
+        self.there, self.back = there, back  # one way for all calls of a caller: they arrive as they were made
 
 
 class SimControl:
@@ -103,7 +103,8 @@ class SimControl:
         return record.handle
 
     def _known(self, name: str, member: Member) -> SimRecord:
-        record = SimRecord(name, member, self._net.wire(member.process, self._owner))
+        there, back = self._net.wire(self._owner, member.process), self._net.wire(member.process, self._owner)
+        record = SimRecord(name, member, there, back)
         record.handle = Handle(name, None, record)
         self._names[name] = record
         member.process.on_end.append(lambda: self._ended(record))
@@ -144,11 +145,7 @@ class SimControl:
             self._send(record, NOBODY, method, args)
 
     def _send(self, record: SimRecord, number: int, method: str, args: tuple[Any, ...]) -> None:
-        fiber = self._world.fiber
-        wire = record.wires.get(fiber)
-        if wire is None:
-            wire = record.wires[fiber] = self._net.wire(self._owner, record.process)
-        wire.send(lambda: self._take(record, number, method, args))
+        record.there.send(lambda: self._take(record, number, method, args))
 
     def _take(self, record: SimRecord, number: int, method: str, args: tuple[Any, ...]) -> None:
         member = record.member
