@@ -9,8 +9,9 @@ again from files and once with shadows. Every run must deliver, to the byte, wha
 
 from __future__ import annotations
 
+import re
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ HEAD = [
     "median ms",
     "p99 ms",
     "longest ms",
-    "steps over undisturbed p99",
+    "steps over calm p99",
     "back after s (mean, longest)",
     "bytes",
 ]
@@ -48,7 +49,6 @@ class Cell:
     prefetch: int
     faults: str = ""
     shadows: str = "none"
-    beside: str = field(default="", compare=False)  # the undisturbed run to compare with
 
 
 def cells(steps: int, killed: int, every: int, at: int) -> list[Cell]:
@@ -91,12 +91,15 @@ def row(cell: Cell, outcome: Outcome, calm: np.ndarray, alone: Outcome) -> list[
     return [cell.name, str(cell.prefetch), str(len(outcome.strikes)), *figures, over, back, equal]
 
 
+def short(cell: Cell) -> str:
+    """For the end of a line in a plot."""
+    return re.sub(r"\d+ loaders killed, |undisturbed", lambda m: "calm" if m[0] == "undisturbed" else "", cell.name) + f", {cell.prefetch}"
+
+
 def plot(done: list[tuple[Cell, Outcome]], title: str, marks: list[tuple[float, str]]) -> str:
     steps = min(len(o.waits_s) for _, o in done)
     top = max(10.0, 1.1 * max(float(waits_ms(o).max()) for _, o in done))
-    series = [
-        Line(label=f"{c.name}, {c.prefetch}", color=series_color(k), y=waits_ms(o)[: steps - WARM_UP]) for k, (c, o) in enumerate(done)
-    ]
+    series = [Line(label=short(c), color=series_color(k), y=waits_ms(o)[: steps - WARM_UP]) for k, (c, o) in enumerate(done)]
     return lines(
         np.arange(WARM_UP, steps), series, about=title, x_label="step", y_label="fetch time, ms", y_from=0.0, y_to=top,
         show=lambda y: f"{y:.0f}", marks=marks,

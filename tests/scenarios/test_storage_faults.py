@@ -349,6 +349,20 @@ def mixed(where: Path, corpora: dict[str, Path], **changes: Any) -> ov.Job:
     return replace(in_order("", "tar"), sources=[web, code], **changes)
 
 
+def take_until_left(session: ov.Session, where: Path) -> tuple[list[ov.Step], dict[str, Any], Callable[[], None]]:
+    """Unplugs a source and takes steps until it has left, no faster than they are planned: of the last before it left none is taken."""
+    client, got, told = session.client(0), list[ov.Step](), None
+    got += [next(client), next(client)]
+    until(lambda: session.metrics()["planned_steps"] >= 6)
+    mend = unplugged(where)
+    while told is None:
+        got.append(next(client))
+        until(lambda: (m := session.metrics())["sources"]["web"].get("lost") or m["planned_steps"] >= got[-1].step + 5)
+        told = session.metrics()["sources"]["web"].get("lost")
+    assert got[-1].step + 1 < told["step"]
+    return got, told, mend
+
+
 @pytest.mark.parametrize(("runtime", "journal"), [("local", False), ("local", True), ("process", False), ("process", True)])
 def test_a_source_that_may_leave_does_so_at_a_step_of_the_log_and_every_run_after_does_the_same(
     files: Callable[[str], Path], corpora: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: str, journal: bool
@@ -357,17 +371,18 @@ def test_a_source_that_may_leave_does_so_at_a_step_of_the_log_and_every_run_afte
     where = files("parquet")
     made = mixed(where, corpora, journal=str(tmp_path / "journal") if journal else None)
     with ov.launch(made, runtime=runtime, stall_limit_s=60, read_ahead=1) as session:
-        client = session.client(0)
-        got, states = [next(client), next(client)], dict[int, Any]()
-        mend = unplugged(where)
+        got, told, mend = take_until_left(session, where)
+        client, first = session.client(0), got[-1].step
+        states = {first: client.state_dict()}
         for step in client:
             got.append(step)
             states[step.step] = client.state_dict()
-        told = session.metrics()["sources"]["web"]["lost"]
+        assert session.metrics()["sources"]["web"]["lost"] == told
         assert session.quarantine() == []
     live, lost = delivered(got), told["step"]
     assert "the file is gone" in told["reason"]
     taken = [sum(sample[0] == "web" for sample, _ in step) for step in live]
+    assert 0 < first < lost - 1
     assert all(taken[:lost])
     assert not any(taken[lost:])
     assert len([row for step in live for row in step if row[0][0] == "code"]) == 800  # the other source gives all it has
@@ -375,10 +390,9 @@ def test_a_source_that_may_leave_does_so_at_a_step_of_the_log_and_every_run_afte
     monkeypatch.delenv("OVERLORD_STORE_DEADLINE_S")
     replayed = ov.simulate(replace(made, journal=None), events=[SourceLost(lost, "web", told["reason"])])
     assert delivered(replayed.steps[0]) == live
-    knew = [k for k, state in states.items() if any(e["event"] == "source_lost" for e in state["events"])]
-    assert knew[0] < lost or lost < 4  # states of steps before it have it, too: prefetch runs ahead
-    with ov.launch(replace(made, journal=None), runtime=runtime, resume=states[knew[0]], stall_limit_s=60) as session:
-        assert delivered(session.client(0)) == live[knew[0] + 1 :]
+    assert all(any(e["event"] == "source_lost" for e in state["events"]) for state in states.values())  # those of steps before it, too
+    with ov.launch(replace(made, journal=None), runtime=runtime, resume=states[first], stall_limit_s=60) as session:
+        assert delivered(session.client(0)) == live[first + 1 :]
         assert session.metrics()["sources"]["web"]["lost"] == told
 
 
@@ -447,17 +461,30 @@ def test_steps_before_it_left_come_again_with_it_and_those_behind_without(
     where = files("parquet")
     made = mixed(where, corpora)
     with ov.launch(made, runtime="process", stall_limit_s=60) as session:
-        client = session.client(0)
-        got, mend = [next(client), next(client)], unplugged(where)
-        while not (told := session.metrics()["sources"]["web"].get("lost")):
-            if len(session.metrics()["mix"]["step"]) < 20:
-                got.append(next(client))
-        assert got[-1].step + 1 < told["step"]
+        got, told, mend = take_until_left(session, where)
         session.kill("constructor-host/0")
-        got += list(client)
+        got += list(session.client(0))
         assert session.metrics()["recoveries"]
     mend()
     replayed = ov.simulate(made, events=[SourceLost(told["step"], "web", "")])
+    assert delivered(got) == delivered(replayed.steps[0])
+
+
+@pytest.mark.parametrize("runtime", ["local", "process"])
+def test_a_journal_has_the_event_before_a_step_is_planned_with_it(
+    files: Callable[[str], Path], corpora: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: str
+) -> None:
+    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
+    where = files("parquet")
+    made = mixed(where, corpora, journal=str(tmp_path / "journal"))
+    with ov.launch(made, runtime=runtime, stall_limit_s=60) as session:
+        got, told, mend = take_until_left(session, where)
+        crashed = shutil.copytree(tmp_path / "journal", tmp_path / "crashed")
+    mend()
+    with ov.launch(replace(made, journal=str(crashed)), runtime=runtime, resume="auto", stall_limit_s=60) as session:
+        assert session.resumed.step < told["step"]
+        got = got[: session.resumed.step] + list(session.client(0))
+    replayed = ov.simulate(replace(made, journal=None), events=[SourceLost(told["step"], "web", "")])
     assert delivered(got) == delivered(replayed.steps[0])
 
 

@@ -66,7 +66,7 @@ class Launched:
     def again(self) -> Launched:
         """The same launch once more."""
         other = Launched(self.cluster, self._given, self.session, anew=self._anew)
-        other.told = self.told
+        other.told, other.said = self.told, self.said
         return other
 
     # the planner
