@@ -27,8 +27,10 @@ TESTS = {
     "planner": (
         "unit/test_golden.py", "unit/test_planner.py", "unit/test_feedback.py", "unit/test_add_source.py", "properties/test_feedback.py",
         "properties/test_draw.py", "properties/test_merge.py", "unit/test_reader.py", "properties/test_cut.py", *LAWS,
+        "properties/test_leaving.py",
     ),
-    "loader": ("unit/test_golden.py", "unit/test_loader.py", "unit/test_reader.py", *LAWS),
+    "sources": ("unit/test_patience.py", "unit/test_sources_handles.py", "unit/test_sources_files.py", "unit/test_sources_columnar.py"),
+    "loader": ("unit/test_golden.py", "unit/test_loader.py", "unit/test_reader.py", "unit/test_patience.py", *LAWS),
     "constructor": (
         "unit/test_golden.py", "unit/test_assembler.py", "unit/test_microbatch.py", "unit/test_step.py", "properties/test_microbatch.py",
         "properties/test_views.py", *LAWS,
@@ -337,6 +339,40 @@ MUTATIONS = [
         ),
         ("samples nobody waits for are sent", "np.where(served & (not stage.skipped), self._constructor_of, -1)", "self._constructor_of"),
         ("a constructor without documents is not told", "np.unique(goes_to[goes_to >= 0])", "np.unique(goes_to[bucket])"),
+    ),
+    *_at(
+        "planner/leaving.py",
+        ("a step that was begun goes on as it is", "self._state, self._begun = self._unbegun, -1", "pass"),
+        ("what look-ahead passed over stays held", "self._reserve.give_back(i)[1]", "False"),
+        ("the last source leaves, too", "if not leave or not others or", "if not leave or"),
+        ("bad data are a reason to leave", " and isinstance(error, StorageError) for", " for"),
+        ("one that will leave is asked to leave", "specs[i].name not in known and ", ""),
+    ),
+    *_at(
+        "sources/handles.py",
+        ("a file that changes while it is read is believed", "if self._files.local or found.bad:", "if False:"),
+        ("reads that hang are never given up", "if seconds < limit:", "if True:"),
+    ),
+    *_at(
+        "sources/patience.py",
+        ("pauses that do not grow", "2 ** min(len(seen) - 1, 20)", "1"),
+        ("retries beyond the deadline", "or took + pause >= limit:", "or took >= 10 * limit:"),
+        ("every try is told", "if len(seen) == 1:", "if seen:"),
+        ("work counts as waiting", "return max(0.0, seconds - self.clock.worked(attempt.thread) + attempt.worked)", "return seconds"),
+    ),
+    *_at(
+        "sources/filefaults.py",
+        ("any time will do", "any(found_ns == indexed_ns // unit * unit for unit in (1, 10**3, 10**6, 10**9))", "True"),
+        ("any size will do", "found.st_size != file.size or not", "not"),
+        ("a file that went is given up at once", "_BACK)", "_BACK, 1)"),
+    ),
+    *_at(
+        "sources/arrow.py",
+        ("mapped pages are touched unread", "opened.make_sure(item, taken - m, taken)", "pass"),
+    ),
+    *_at(
+        "loader/reader.py",
+        ("the answer of a read that was given up is taken", "if self._ticket is not ticket:", "if False:"),
     ),
     *_at(
         "transforms/imagefile.py",

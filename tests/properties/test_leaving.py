@@ -77,7 +77,7 @@ def assert_function_of_the_log(
         assert lost.name not in taken
     told = [k for k, state in live.states.items() if log and all(event_out(e) in state["events"] for e in log)]
     for k in told[:1] + told[1:][-2:-1]:  # a state that was saved before is of a run in which nothing was lost yet
-        with failing({lost.name: 0 for lost in log}):  # nothing of them is read any more
+        with failing({lost.name: 0 for lost in log if lost.at <= k + 1}):  # nothing of them is read any more
             rest = ov.simulate(wider or job, seed=salt + 2, resume=live.states[k], **ways)
         assert fingerprint(rest.steps) == fingerprint({rank: [s for s in steps if s.step > k] for rank, steps in live.steps.items()})
 
@@ -138,6 +138,13 @@ def test_a_step_that_was_begun_is_begun_anew_without_it(after: int) -> None:
         live = ov.simulate(made, seed=after, read_ahead=1)
     [lost] = log_of(live)
     assert outcome(ov.simulate(made, events=[lost])) == outcome(live)
+
+
+def test_steps_before_a_source_left_need_it_also_when_the_log_says_that_it_will() -> None:
+    with failing({"a": 0}):
+        run = ov.simulate(two(), events=[SourceLost(3, "a", "the disk is gone")])
+    assert isinstance(run.error, StorageError)
+    assert run.steps[0] == []
 
 
 def test_when_the_last_source_is_lost_the_job_ends_with_what_happened_to_it() -> None:

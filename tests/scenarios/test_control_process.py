@@ -273,7 +273,7 @@ def test_a_hundred_actors_leave_no_open_file_and_no_thread(control: ProcessContr
     before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for i in range(100):
         one(i)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # those of another test may have been closed meanwhile
     assert threading.active_count() <= threads  # one of another test may have ended meanwhile
 
 
@@ -286,7 +286,7 @@ def test_a_control_plane_leaves_no_open_file() -> None:
             control.spawn(Worker, name="worker")
             with pytest.raises(JobError):
                 control.spawn(lambda: 0, name="cannot be sent")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 FAMILY = """

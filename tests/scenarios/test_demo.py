@@ -42,7 +42,7 @@ def test_the_report_stands_alone_and_says_what_made_it(done: tuple[Path, Figures
     page = (done[0] / "report.html").read_text()
     assert parse(page).tags.count("svg") == 4
     assert not re.search(r"https?://", page)
-    assert page.count("Made by <code>overlord demo --tiny</code>") == 6
+    assert page.count("Made by <code>overlord demo --tiny</code>") == 7
 
 
 def test_report_and_terminal_show_the_figures_of_the_run(done: tuple[Path, Figures, str]) -> None:
@@ -127,3 +127,13 @@ def test_a_folder_that_cannot_be_written_is_said_plainly(tmp_path: Path) -> None
     assert result.exit_code == 2
     assert "choose another folder with --out" in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_it_ends_with_a_drill_in_which_nothing_is_lost(done: tuple[Path, Figures, str]) -> None:
+    out, figures, screen = done
+    assert figures.drill is not None
+    assert [s.name for s in figures.drill.hit.strikes] == ["loader-host/0", "planner", "constructor-host/0"]
+    line = "3 kills, 0 samples lost, 0 repeated, digest equal to the undisturbed run"
+    assert figures.drill.sentence() == line
+    assert line in screen
+    assert line in (out / "report.html").read_text()

@@ -188,9 +188,8 @@ def test_connected_clients_go_on_and_new_ranks_may_connect(runtime: str) -> None
         clients[2] = ov.connect(served, 2, served.token)
         found |= dict(in_parallel(clients) for _ in range(2))
         assert session.reshard(ov.ClientPlaceTree(dp=1), at=5) == 5
-        with pytest.raises(OverlordError, match="rank 2 is no part of the mesh any more"):  # behind the steps it holds already
-            for _ in range(8):
-                next(clients[2])
+        with pytest.raises(OverlordError, match="rank 2 is no part of the mesh any more"):
+            list(clients[2])  # behind the steps it holds already
         found |= dict(in_parallel({0: clients[0]}) for _ in range(len(wanted) - 5))
         for client in clients.values():
             client.close()

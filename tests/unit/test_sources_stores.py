@@ -15,8 +15,8 @@ from overlord.errors import JobError, SourceError
 from overlord.sources import readahead, stores
 from overlord.sources.base import Unreachable
 from overlord.sources.files import Files
-from overlord.sources.readahead import RangeFile
 from overlord.sources.patience import Failure
+from overlord.sources.readahead import RangeFile
 from overlord.sources.storefaults import gave_up, why
 from overlord.sources.stores import Remote
 from overlord.sources.uris import scrub, uri_problems

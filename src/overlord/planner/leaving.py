@@ -23,11 +23,12 @@ class Leaving(Answers):
     _unbegun: StreamState | None  # the state before the step was begun
 
     def _asks_to_leave(self, need: Mapping[int, int]) -> list[SourceLost]:
-        """What is to be said of the streams that broke before a draw; nothing if the job ends there. A step that was planned before has
-        samples of them, and comes out the same or not at all."""
+        """What is to be said of the streams that broke before a draw; nothing if the job ends there. A step that was planned before, or
+        that lies before the one at which the log says that they leave, has samples of them: it comes out the same or not at all."""
         state = self._state
         broken = {i: error for i in sorted(need) if (error := self._streams[i].error) is not None}
-        leave = all(self.spec.sources[i].leaves and isinstance(error, StorageError) for i, error in broken.items())
+        known, specs = {e.name for e in lost(state.events)}, self.spec.sources
+        leave = all(specs[i].leaves and specs[i].name not in known and isinstance(error, StorageError) for i, error in broken.items())
         others = any(w and a for i, (w, a) in enumerate(zip(self._weights, state.active, strict=True)) if i not in broken)
         as_it_was = self._begun != state.step or (self._unbegun is not None and self._unbegun.active == state.active)
         if not leave or not others or not as_it_was or state.step < self.floor:

@@ -235,7 +235,11 @@ class ThreadExecutor:
         while not self._closed.wait(TICK_S):
             for task in (*self._workers.watch(), *self._waiting.watch()):
                 assert task.waits is not None
-                if not task.over and (error := task.waits.overdue()) is not None:
+                try:
+                    error = None if task.over else task.waits.overdue()
+                except Exception as fault:  # whoever looks after all others must not end with one of them
+                    error = fault
+                if error is not None:
                     self._tell(task, None, error)
 
     def _do(self, name: str, work: Callable[[], Any], size: int) -> tuple[Any, BaseException | None]:
