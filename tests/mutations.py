@@ -346,7 +346,6 @@ MUTATIONS = [
         ("what look-ahead passed over stays held", "self._reserve.give_back(i)[1]", "False"),
         ("the last source leaves, too", "if not leave or not others or", "if not leave or"),
         ("bad data are a reason to leave", " and isinstance(error, StorageError) for", " for"),
-        ("one that will leave is asked to leave", "specs[i].name not in known and ", ""),
     ),
     *_at(
         "sources/handles.py",
@@ -365,10 +364,6 @@ MUTATIONS = [
         ("any time will do", "any(found_ns == indexed_ns // unit * unit for unit in (1, 10**3, 10**6, 10**9))", "True"),
         ("any size will do", "found.st_size != file.size or not", "not"),
         ("a file that went is given up at once", "_BACK)", "_BACK, 1)"),
-    ),
-    *_at(
-        "sources/arrow.py",
-        ("mapped pages are touched unread", "opened.make_sure(item, taken - m, taken)", "pass"),
     ),
     *_at(
         "loader/reader.py",

@@ -147,6 +147,22 @@ def test_steps_before_a_source_left_need_it_also_when_the_log_says_that_it_will(
     assert run.steps[0] == []
 
 
+def test_what_look_ahead_had_passed_over_goes_with_its_source() -> None:
+    """Else a run that is resumed would have to read it again."""
+    rows = [{"tokens": list(range(1 + 7 * k % 50))} for k in range(60)]
+    sources = [ov.Source(n, Rows(rows), transforms=[ov.Tokens("tokens")], epochs=1, on_lost="leave") for n in "ab"]
+    made = two(
+        sources=sources, look_ahead=4, max_age=8, strategy="look_ahead_balance", batch=ov.Batch(samples=8, context=64, microbatches=1)
+    )
+    run = ov.simulate(made, events=[SourceLost(3, "a", "the disk is gone")], save=True)
+    assert run.states[2]["ahead"].keys() == {"a", "b"}  # some were passed over
+    assert "a" not in run.states[4]["ahead"]
+    with failing({"a": 0}):
+        rest = ov.simulate(made, resume=run.states[4])
+    assert rest.error is None
+    assert fingerprint(rest.steps) == fingerprint({0: run.steps[0][5:]})
+
+
 def test_when_the_last_source_is_lost_the_job_ends_with_what_happened_to_it() -> None:
     with failing({"a": 3, "b": 6}):
         run = ov.simulate(two())

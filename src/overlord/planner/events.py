@@ -43,6 +43,12 @@ def lost(events: Sequence[Event]) -> tuple[SourceLost, ...]:
     return tuple(e for e in events if isinstance(e, SourceLost))
 
 
+def in_order(events: Iterable[Event]) -> tuple[Event, ...]:
+    """As states hold them, whenever they were said: who joined, who was lost, and the rest, each as they were said."""
+    every = tuple(events)
+    return (*joined(every), *lost(every), *(e for e in every if not isinstance(e, (AddSource, SourceLost))))
+
+
 def present(names: Sequence[str], events: Sequence[Event], step: int) -> tuple[str, ...]:
     """The sources that a plan of a step knows: whether one that joins later was announced already must not be seen in it."""
     n, coming = len(names), {e.name for e in joined(events) if e.at > step}
@@ -110,6 +116,5 @@ class Log:
         if since:
             known: Mapping[tuple[int, int], Report] = {(r.step, r.rank): r for r in state.reports} | since
             reports = (known[key] for key in sorted(known))
-        joining = [e for e in late if isinstance(e, AddSource) and e.name in names]
-        events = (*joined(state.events), *joining, *(e for e in (*state.events, *late) if not isinstance(e, AddSource)))
+        events = in_order((*state.events, *(e for e in late if not isinstance(e, AddSource) or e.name in names)))
         return replace(widened(state, len(names)), events=events, reports=tuple(reports))

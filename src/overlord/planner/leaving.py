@@ -12,7 +12,7 @@ from overlord.job import did_you_mean
 from overlord.messages import Forget, SourceLost, StreamState
 from overlord.planner.answers import Answers
 from overlord.planner.demand import Demand
-from overlord.planner.events import lost
+from overlord.planner.events import in_order, lost
 
 
 class Leaving(Answers):
@@ -49,7 +49,7 @@ class Leaving(Answers):
         if here and self._begun == event.at:  # the step begins without it, as it will when it is planned again
             assert self._unbegun is not None
             self._state, self._begun = self._unbegun, -1
-        self._state = replace(self._state, events=(*self._state.events, event))
+        self._state = replace(self._state, events=in_order((*self._state.events, event)))
         self._waiting = {}
 
     def _leave_lost(self) -> list[Forget]:
