@@ -49,9 +49,9 @@ class Mount(pafs.FileSystemHandler):
         """What is to fail now, if anything; counted down."""
         for switch in sorted(Path(self.switches).iterdir()):
             if switch.is_file():
-                left = int(switch.read_text() or 10**9)
+                left = int(switch.read_text())
                 if left > 1:
-                    switch.write_text(str(left - 1))
+                    fail(Path(self.switches), switch.name, left - 1)
                 else:
                     switch.unlink()
                 return switch.name
@@ -93,9 +93,18 @@ def mounted(switches: Path) -> Files:
     return Files(pafs.PyFileSystem(Mount(str(switches))), False)
 
 
+def fail(switches: Path, fault: str, times: int) -> None:
+    """At once: readers look at any moment."""
+    new = switches.with_name(f"{fault}-{times}")
+    new.write_text(str(times))
+    new.rename(switches / fault)
+
+
 def hang(switches: Path) -> None:
-    (switches / HANGS).mkdir()
-    os.mkfifo(switches / HANGS / "pipe")
+    new = switches.with_name("new")
+    new.mkdir()
+    os.mkfifo(new / "pipe")
+    new.rename(switches / HANGS)
 
 
 def let_go(switches: Path) -> None:

@@ -20,7 +20,7 @@ import overlord as ov
 from overlord.errors import StorageError
 from overlord.messages import Refill, SourceLost
 from tests.corpus import write_rows
-from tests.mounts import HANGS, hang, let_go, mounted
+from tests.mounts import HANGS, fail, hang, let_go, mounted
 from tests.processes import hosts_of, until
 from tests.storejobs import BIG, FORMATS, delivered, in_order, source
 
@@ -157,7 +157,7 @@ def mended_later(session: ov.Session, mend: Callable[[], None], tries: int = 2) 
 
 
 RUNS = [(fault, format, "local") for fault in FAULTS for format in FORMATS]
-RUNS += [(fault, FORMATS[k % 4], "process") for k, fault in enumerate(FAULTS)]
+RUNS += [(fault, format, "process") for fault, format in zip(("removed", "a pipe", "cut short", "unplugged"), FORMATS, strict=True)]
 
 
 @pytest.mark.parametrize(("fault", "format", "runtime"), RUNS, ids=["-".join(r).replace(" ", "_") for r in RUNS])
@@ -197,7 +197,8 @@ def switches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "switches"
 
 
-MOUNTED = [(fault, format, "local") for fault in MOUNT_FAULTS for format in FORMATS] + [("ESTALE", "tar", "process")]
+MOUNTED = [(fault, format, "local") for fault in ("EIO", "short") for format in FORMATS]
+MOUNTED += [(fault, FORMATS[k % 4], "local") for k, fault in enumerate(MOUNT_FAULTS[1:-1])] + [("ESTALE", "tar", "process")]
 
 
 @pytest.mark.parametrize(("fault", "format", "runtime"), MOUNTED, ids=["-".join(r) for r in MOUNTED])
@@ -207,7 +208,7 @@ def test_a_mount_that_fails_for_a_while_costs_time_and_nothing_else(
     with ov.launch(in_order(str(corpora[format]), format), runtime=runtime, stall_limit_s=60, prefetch=1, read_ahead=1) as session:
         client = session.client(0)
         got = [next(client), next(client)]
-        (switches / fault).write_text("3")
+        fail(switches, fault, 3)
         got += list(client)
         found = session.metrics()["sources"]["web"]["storage"]
         assert session.quarantine() == []
@@ -492,7 +493,7 @@ def test_a_journal_has_the_event_before_a_step_is_planned_with_it(
 
 
 def test_a_mount_that_stumbles_when_a_job_is_launched_gets_another_try(corpora: dict[str, Path], switches: Path) -> None:
-    (switches / "EIO").write_text("2")
+    fail(switches, "EIO", 2)
     with ov.launch(in_order(str(corpora["arrow"]), "arrow"), cache_dir=switches.parent / "cache") as session:
         next(session.client(0))
     assert not (switches / "EIO").exists()
