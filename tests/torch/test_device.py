@@ -189,7 +189,7 @@ def test_an_error_of_the_stream_comes_to_the_trainer_behind_the_steps_before_it(
 
 
 def test_a_host_that_dies_ends_the_iteration_with_its_name(tmp_path: Path):
-    with ov.launch(text_job(tmp_path, until=10_000), runtime="process") as session:
+    with ov.launch(text_job(tmp_path, until=10_000), runtime="process", failover=False) as session:
         steps = ot.DevicePrefetcher(session.client(0), "cpu")
         next(steps)
         session.kill("constructor-host/0")
