@@ -6,7 +6,7 @@ TORCH := torch==2.13.0
 export PYTHONPATH := src
 export OVERLORD_CACHE ?= $(CURDIR)/build/cache
 
-.PHONY: demo test lint types unit bench soak clean
+.PHONY: demo test lint types unit laws bench soak clean
 
 demo: $(VENV)/.core
 	$(BIN)/python -m overlord.cli demo --out build/demo
@@ -22,6 +22,11 @@ types: $(VENV)/.test
 
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 tests
+
+# The laws on examples that nobody has seen yet: make laws EXAMPLES=2000
+EXAMPLES ?= 600
+laws: $(VENV)/.test
+	OVERLORD_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 tests/properties
 
 # Simulated clusters with faults, by the thousand: make soak SEEDS=100000
 SEEDS ?= 10000
