@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from overlord.loader.reader import SourceReader
 from overlord.messages import Read
 from overlord.runtime.local import Pump, ThreadExecutor
 from overlord.sources.base import BadFile, File, ReadOptions, Unreachable
-from overlord.sources.filefaults import check_same, gave_up, why
+from overlord.sources.filefaults import DISKS, check_same, gave_up, kind_of, why
 from overlord.sources.handles import ChunkReader, HandleCache
 from overlord.sources.index import build_index
 from overlord.sources.patience import LONGEST_PAUSE_S, Clock, Failure, Tally, persist
@@ -41,7 +42,7 @@ class Time:
 
     @property
     def clock(self) -> Clock:
-        return Clock(lambda: self.now, self.sleep, lambda: self._chance, lambda thread: self.worked)
+        return Clock(lambda: self.now, self.sleep, lambda: self._chance, lambda thread: self.worked, lambda: self.worked)
 
 
 def trying(time: Time, fails: int, error: Exception, took_s: float = 0.0) -> tuple[Any, Tally]:
@@ -243,6 +244,47 @@ def test_a_thread_that_hangs_is_replaced(tmp_path: Path) -> None:
         slow.go.set()
         executor.close()
         pump.stop()
+
+
+def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_thread(tmp_path: Path) -> None:
+    slow = Slow()
+    slow.go.set()
+    reader, pump, told = hanging(tmp_path, Time(), slow), Pump("test"), list[Any]()
+    file = Path(reader.chunks.index.files[0].path)
+    executor = ThreadExecutor(1, pump, inline_s=0.9)
+    pump.start(lambda error: told.append(error))
+    where: list[str] = []
+
+    def read(t: int) -> Any:
+        where.append(threading.current_thread().name)
+        return reader.read(Read(0, 0, 0, t, (0,)))
+
+    def ask(t: int, n: int) -> Any:
+        ask = lambda: executor.submit("read", lambda: read(t), lambda *outcome: told.append(outcome), waits=reader.waits)  # noqa: E731
+        pump.ask(ask, "the pump")
+        until(lambda: len(told) == n)
+        return told[-1]
+
+    try:
+        assert ask(0, 1)[0].rows == 8  # nobody knows yet how long it takes
+        assert ask(1, 2)[0].rows == 8
+        hidden = file.rename(file.with_suffix(".away"))
+        back = lambda seconds: hidden.rename(file)  # noqa: E731 the file comes back while somebody waits for it
+        reader.chunks.tally.clock = replace(reader.chunks.tally.clock, sleep=back)  # type: ignore[attr-defined]
+        assert ask(0, 3)[0].rows == 8
+        assert where == ["overlord-worker-0", "overlord-pump-test", "overlord-pump-test", "overlord-worker-0"]
+        assert reader.chunks.tally.errors == {"gone": 2}  # type: ignore[attr-defined]
+    finally:
+        executor.close()
+        pump.stop()
+
+
+@pytest.mark.parametrize(("kind", "disk"), [("ext4", True), ("overlay", True), ("nfs4", False), ("fuse.s3fs", False), ("lustre", False)])
+def test_only_disks_of_this_machine_are_known_to_answer(kind: str, disk: bool) -> None:
+    mounts = f"22 1 0:31 / / rw - tmpfs none rw\n36 22 0:45 / /data\\040two rw,noatime shared:1 - {kind} host:/x rw\nbroken line"
+    assert kind_of(os.makedev(0, 45), mounts) == kind
+    assert (kind in DISKS) is disk
+    assert kind_of(os.makedev(8, 1), mounts) == ""
 
 
 def test_a_storage_error_is_a_source_error() -> None:

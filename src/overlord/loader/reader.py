@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from overlord.sample import Content, Ragged, join_rows, take_rows
 from overlord.sources.base import RawSlice
 from overlord.sources.columns import compact
 from overlord.sources.index import Index
+from overlord.sources.patience import Later
 from overlord.transforms.base import Block, RowIds, Staged
 
 
@@ -102,6 +104,16 @@ class SourceReader:
         words: str = getattr(self.chunks, "doing", str)()
         return words
 
+    @property
+    def quick(self) -> bool:
+        """Whether none of its reads hangs."""
+        return bool(getattr(self.chunks, "quick", False))
+
+    def hasty(self) -> AbstractContextManager[None]:
+        """A read raises ``Later`` rather than wait."""
+        manager: AbstractContextManager[None] = getattr(self.chunks, "hasty", nullcontext)()
+        return manager
+
     def overdue(self) -> Exception | None:
         """An error if the read under way has hung for so long that it is given up; what it may still find is dropped."""
         error: Exception | None = getattr(self.chunks, "stalled", lambda: None)()
@@ -116,7 +128,7 @@ class SourceReader:
             ticket = self._ticket = object()
         try:
             window, over = self._open(command)
-        except (OverlordError, MemoryError):
+        except (OverlordError, MemoryError, Later):
             raise
         except Exception as error:  # a reader's surprise must name its source, or nobody finds it
             raise SourceError(self.order.name, f"reading failed: {type(error).__name__}: {error}") from error

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 Done = Callable[[Any, BaseException | None], None]
 
 
 class Waits(Protocol):
-    """Work that may wait for storage, for minutes or for ever: the pump, which others wait for, never does it itself."""
+    """Work that may wait for storage, for minutes or for ever: the pump, which others wait for, does not do it itself."""
 
     @property
     def many(self) -> bool:
         """Whether it waits for answers rather than for a core: many such may be under way."""
+        ...
+
+    @property
+    def quick(self) -> bool:
+        """Whether it never hangs: what has shown to be short may be done at once, under ``hasty``."""
+        ...
+
+    def hasty(self) -> AbstractContextManager[None]:
+        """Where work raises ``sources.patience.Later`` rather than wait."""
         ...
 
     def overdue(self) -> Exception | None:

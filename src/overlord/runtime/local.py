@@ -12,11 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from overlord.errors import ActorLost, DataStall
 from overlord.runtime.carrier import Done, Waits
+from overlord.sources.patience import Later
 
 log = logging.getLogger("overlord")
 
@@ -200,7 +202,7 @@ class ThreadExecutor:
     """A few threads for work, and more for reads that wait for a store: one that does not answer must not hold up the others.
 
     Work that has shown to be short is done at once, in the pump. Long work of the same name goes to the threads again as soon
-    as it is seen to be long. Reads of files are never done there: nobody knows that a disk or a mount will not hang.
+    as it is seen to be long. Reads of a mount or a store are never done there, for it may hang; those of a disk are, unless they fail.
     """
 
     def __init__(self, workers: int, pump: Pump, inline_s: float = INLINE_S):
@@ -216,19 +218,28 @@ class ThreadExecutor:
     def submit(
         self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False, waits: Waits | None = None
     ) -> None:
-        # The least of four: waiting for the interpreter lock lengthens some, waiting for storage lengthens all.
-        if waits is None and size * min(self._seconds.get(name, (1.0,))) < self._inline_s:
-            outcome = self._do(name, work, size)
-            if time.perf_counter() - self._pump.turn < TURN_S:
-                done(*outcome)
-            else:  # others wait for the pump: what this leads to comes behind them
-                self._pump.post(lambda: done(*outcome))
+        if (waits is None or waits.quick) and self._at_once(name, work, done, size, waits):
             return
         if waits is not None and self._watch is None:
             self._watch = threading.Thread(target=self._look, name="overlord-watch", daemon=True)
             self._watch.start()
         lane = self._waiting if waits is not None and waits.many else self._workers
         lane.put(_Task(name, work, done, size, waits), urgent)
+
+    def _at_once(self, name: str, work: Callable[[], Any], done: Done, size: int, waits: Waits | None) -> bool:
+        """Whether it was done here and now, since it has shown to be short."""
+        # The least of four: waiting for the interpreter lock lengthens some, waiting for storage lengthens all.
+        if size * min(self._seconds.get(name, (1.0,))) >= self._inline_s:
+            return False
+        with nullcontext() if waits is None else waits.hasty():
+            outcome = self._do(name, work, size)
+        if isinstance(outcome[1], Later):
+            return False
+        if time.perf_counter() - self._pump.turn < TURN_S:
+            done(*outcome)
+        else:  # others wait for the pump: what this leads to comes behind them
+            self._pump.post(lambda: done(*outcome))
+        return True
 
     def _look(self) -> None:
         """Reads that never end are given up by somebody else than the thread that hangs in them."""

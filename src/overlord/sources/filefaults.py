@@ -10,12 +10,16 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
 from overlord.sources.base import BadFile, File, Unreachable
 from overlord.sources.patience import CLOCK, Clock, Failure, kinds_in_words, tries_in_words
 
 T = TypeVar("T")
+DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs", "ramfs"}  # kinds of file systems
+MOUNTS = Path("/proc/self/mountinfo")
 FEW_PAUSES_S = (0.1, 0.5)
 
 UNDER_RUN = "training data must not change under a run; put the file back with its time (cp -p, rsync -a), or start a new run"
@@ -25,6 +29,22 @@ _DISK = "check the disk or the mount; no data is skipped for it: resume when it 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _DENIED = (errno.EACCES, errno.EPERM)
 _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
+@cache
+def is_disk(device: int) -> bool:
+    """Whether a file system is one of this machine, which answers or fails; a mount of another may hang for as long as it likes."""
+    try:
+        return kind_of(device, MOUNTS.read_text(errors="replace")) in DISKS
+    except OSError:
+        return False
+
+
+def kind_of(device: int, mounts: str) -> str:
+    """The kind of a file system, from the lines of mountinfo (proc(5)); empty: it is not there."""
+    name = f"{os.major(device)}:{os.minor(device)}"
+    lines = (line for line in mounts.splitlines() if line.split(" ", 3)[2:3] == [name])
+    return next((line.partition(" - ")[2].split(" ", 1)[0] for line in lines), "")
 
 
 def check_same(file: File) -> os.stat_result:

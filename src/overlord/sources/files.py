@@ -85,19 +85,19 @@ class Files:
         handle = self.fs.open_input_file(file.path)
         return handle if self.local else _exactly(handle, file, ranges)
 
-    def check_unchanged(self, file: File) -> None:
+    def check_unchanged(self, file: File) -> os.stat_result | None:
         """Rows are found by offsets of the index, so another file than the one that was indexed must not be read by them."""
         if self.fs is None or isinstance(self.fs, Remote):  # every read of a store says which version it wants
-            return
+            return None
         if self.local:
-            check_same(file)
-            return
+            return check_same(file)
         info = self.fs.get_file_info(file.path)
         if not info.is_file:
             raise Unreachable("the file is gone since the source was indexed", "put it back, or start a new run without it", "gone")
         if info.size != file.size:
             problem = f"the file changed since the source was indexed: wanted {file.size} bytes, found {info.size}"
             raise Unreachable(problem, UNDER_RUN, "changed")
+        return None
 
     def check_readable(self, file: File, start: int = 0, stop: int | None = None) -> None:
         """Reads the bytes and drops them: raises OSError if the disk or store is at fault and not the data.

@@ -7,6 +7,7 @@ closed, least recently used first; asked for again, a chunk is reopened and move
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from threading import Lock
@@ -15,7 +16,7 @@ from typing import Any
 from overlord.errors import SourceError, StorageError
 from overlord.sources import columns as cols
 from overlord.sources.base import BadFile, File, RawSlice, ReadOptions, Unreachable
-from overlord.sources.filefaults import gave_up, why
+from overlord.sources.filefaults import gave_up, is_disk, why
 from overlord.sources.formats import FORMATS
 from overlord.sources.index import Index
 from overlord.sources.lru import Lru
@@ -80,6 +81,7 @@ class ChunkReader:
         self._format = FORMATS[index.format]
         self._cache = cache or HANDLES
         self._id = next(_READERS)
+        self._on_disk = self._files.local
 
     def slice(self, chunk: int, t: int) -> RawSlice:
         """Slice t of a chunk: cheap if slice t-1 was the last one asked for. Past the end it is empty, with ``last``."""
@@ -136,6 +138,20 @@ class ChunkReader:
         return self._files.remote
 
     @property
+    def quick(self) -> bool:
+        """Whether no read hangs: all files opened so far are on disks of this machine."""
+        return self._on_disk
+
+    @contextmanager
+    def hasty(self) -> Iterator[None]:
+        """A read that fails raises ``Later``, and is not tried again here."""
+        self.tally.hasty = True
+        try:
+            yield
+        finally:
+            self.tally.hasty = False
+
+    @property
     def store_metrics(self) -> dict[str, Any] | None:
         """What this reader asked of an object store; None on a disk."""
         return self.tally.metrics() if self._files.remote else None
@@ -177,7 +193,8 @@ class ChunkReader:
         self._cache.close(self._id)
 
     def _open(self, chunk: int, t: int, file: File) -> Handle:
-        self._files.check_unchanged(file)
+        found = self._files.check_unchanged(file)
+        self._on_disk = self._on_disk and found is not None and is_disk(found.st_dev)
         self._cache.count("opens")
         if t:
             self._cache.count("reopens")

@@ -40,6 +40,10 @@ class Failure:
     tries: int = FOR_EVER
 
 
+class Later(Exception):
+    """Instead of a wait, where the thread must not: what was asked for is to be asked for again by another."""
+
+
 @dataclass(frozen=True, slots=True)
 class Clock:
     """Time, sleep and chance, so that tests need none of them."""
@@ -48,6 +52,7 @@ class Clock:
     sleep: Callable[[float], None] = time.sleep
     chance: Callable[[], float] = random.random  # spreads many readers' tries; it decides when, never what
     worked: Callable[[int], float] = lambda thread: worked_s(thread)  # seconds that a thread has had a core
+    worked_here: Callable[[], float] = time.thread_time  # the same of this thread, a hundred times cheaper
 
 
 def worked_s(thread: int) -> float:
@@ -89,6 +94,7 @@ class Tally:
         self.source, self.clock = source, clock
         self.requests = self.bytes = self.retries = self.given_up = 0
         self.waited_s = 0.0
+        self.hasty = False  # whoever asks now must not wait
         self.errors: Counter[str] = Counter()
         self._under_way: list[Attempt] = []
         self._lock = threading.Lock()
@@ -97,8 +103,7 @@ class Tally:
         return Tally, (self.source,)  # another process counts for itself
 
     def begin(self, path: str) -> Attempt:
-        now, thread = self.clock.now(), threading.get_native_id()
-        worked = self.clock.worked(thread)
+        now, thread, worked = self.clock.now(), threading.get_native_id(), self.clock.worked_here()
         attempt = Attempt(path, now, thread, worked, last=now, last_worked=worked)
         with self._lock:
             self._under_way.append(attempt)
@@ -125,9 +130,10 @@ class Tally:
         with self._lock:
             self.bytes += nbytes
 
-    def failed(self, kind: str) -> None:
+    def failed(self, kind: str, put_off: bool = False) -> None:
         with self._lock:
             self.errors[kind] += 1
+            self.retries += put_off
 
     def gave_up(self) -> None:
         with self._lock:
@@ -172,7 +178,9 @@ def persist(
                     raise
             # Outside of the except clause: the library's error, which may quote a signed request, must not ride along.
             seen.append(failure)
-            tally.failed(failure.kind)
+            tally.failed(failure.kind, put_off=tally.hasty)
+            if tally.hasty:
+                raise Later
             pause = min(FIRST_PAUSE_S * 2 ** min(len(seen) - 1, 20), LONGEST_PAUSE_S) * (0.5 + clock.chance() / 2)
             took = clock.now() - attempt.began
             if sum(f.kind == failure.kind for f in seen) >= failure.tries or took + pause >= limit:
