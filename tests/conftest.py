@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.laws import EXAMPLES
+
 settings.register_profile(
-    "overlord", deadline=None, max_examples=int(os.environ.get("OVERLORD_EXAMPLES", "60")), print_blob=True,
+    "overlord", deadline=None, max_examples=EXAMPLES, print_blob=True,
     derandomize="OVERLORD_EXAMPLES" not in os.environ,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip

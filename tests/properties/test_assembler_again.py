@@ -7,12 +7,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from overlord.constructor.assembler import Assembler
 from overlord.errors import ActorLost
 from overlord.messages import Attach, Back, Build, Built, Consumed, Deliver, End, Finish, Release, Resume, Stage, Staged
+from tests.laws import examples
 
 BUCKET = 4
 
@@ -164,7 +165,7 @@ ACTS = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 11)), max_size=120)
     st.integers(1, 3), st.integers(1, 10), st.sets(st.integers(0, 9), max_size=3), st.lists(st.integers(-1, 4), min_size=1, max_size=3),
     st.integers(1, 3), ACTS,
 )  # fmt: skip
-@settings(max_examples=600)
+@examples(600)
 @example(1, 1, set(), [-1], 1, [(0, 0), (18, 0), (0, 0), (4, 0)])  # planned again behind an end
 def test_whatever_comes_again_every_rank_gets_every_step_once_in_order_and_nothing_is_held(
     ranks: int, n: int, skipped: set[int], took_before: list[int], build_ahead: int, acts: list[tuple[int, int]]

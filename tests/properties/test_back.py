@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 import overlord as ov
@@ -20,6 +20,7 @@ from overlord.messages import Cursor
 from overlord.runtime.bootstrap import Blueprint, Options
 from tests.backing import Drawing, HostByHand
 from tests.images import IMAGES, parquet
+from tests.laws import examples
 from tests.worlds import World, folder, only_odd, worlds
 
 MOST = 40  # samples that a source without end gives behind the last deed
@@ -95,14 +96,14 @@ def assert_unnoticed(job: ov.Job, loaders: int, done: list[tuple[str, int]], *, 
 
 
 @given(worlds(), deeds(ONE), st.integers(1, 4))
-@settings(max_examples=50)
+@examples(50)
 def test_a_loader_that_goes_back_says_and_gives_what_one_opened_there_would(world: World, done: list[Any], loaders: int) -> None:
     with folder() as directory:
         assert_unnoticed(world.job(directory), loaders, done)
 
 
 @given(worlds(), deeds(TWO), st.integers(1, 3))
-@settings(max_examples=40)
+@examples(40)
 def test_a_shadow_takes_the_place_of_the_one_it_follows(world: World, done: list[Any], loaders: int) -> None:
     with folder() as directory:
         assert_unnoticed(world.job(directory), loaders, done, hosts=2)
@@ -115,7 +116,7 @@ def picky(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @given(deeds(TWO), st.integers(1, 3), st.booleans(), st.integers(1, 2), st.integers(20, 80), st.integers(1, 3))
-@settings(max_examples=40)
+@examples(40)
 def test_failures_and_dropped_rows_of_a_window_of_many_blocks_are_told_once(
     done: list[Any], loaders: int, shuffle: bool, epochs: int, slice_rows: int, chunks: int
 ) -> None:
@@ -141,7 +142,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> ov.Job:
 
 
 @given(deeds(TWO), st.integers(1, 3))
-@settings(max_examples=10)
+@examples(10)
 def test_images_go_back_with_their_documents(pictures: ov.Job, done: list[Any], loaders: int) -> None:
     assert_unnoticed(pictures, loaders, done, hosts=2)
 
@@ -162,7 +163,7 @@ class Breaking:
 
 
 @given(deeds(TWO), st.integers(1, 3), st.integers(0, 30), st.booleans(), st.integers(1, 2))
-@settings(max_examples=30)
+@examples(30)
 def test_a_failure_is_announced_again(done: list[Any], loaders: int, rows: int, shuffle: bool, hosts: int) -> None:
     source = ov.Source("bad", ov.Factory(Breaking(rows, 3), shards=3, fingerprint=f"{rows}"), transforms=[ov.Tokens()], shuffle=shuffle)
     job = ov.Job(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import PlanError
@@ -16,6 +16,7 @@ from overlord.planner import cost, kernel, ways
 from overlord.planner.balance import METHODS, Placement, Problem, greedy, joined, karmarkar_karp, place, register_balance, zigzag
 from overlord.planner.kernel import NOWHERE
 from overlord.planner.swaps import even_out
+from tests.laws import examples
 
 # Small whole numbers make ties, floats make rounding; sizes on both sides of kernel.FEW_BINS run heap and rounds.
 cost_lists = st.one_of(
@@ -232,7 +233,7 @@ def plain_fill_up(sizes: list[int], costs: list[float], n_bins: int, capacity: i
         at = [i for i in at if taken[i] == NOWHERE]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(st.tuples(st.sampled_from([0, 1, 1, 2, 7, 40]), st.integers(0, 5)), max_size=60), st.integers(1, 5), st.integers(1, 60))
 def test_filling_up_many_rounds_at_once_equals_round_by_round(items: list[tuple[int, int]], n_bins: int, most: int) -> None:
     items = sorted(items, key=lambda item: -item[0])
@@ -307,7 +308,7 @@ def bins_of(found: Placement) -> np.ndarray:
     return found.bucket.astype(np.int64) * found.n_microbatches + found.microbatch
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(problems(), levels)
 def test_every_way_of_placing_keeps_capacity_and_memory_and_is_repeatable(problem: Problem, way) -> None:
     found = place(problem, **way)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
@@ -25,6 +25,7 @@ from overlord.runtime.options import Options
 from overlord.runtime.session import Session
 from overlord.runtime.written import Beginning
 from tests.journals import Memory
+from tests.laws import examples
 from tests.properties.test_feedback import Chaser, trainer
 from tests.properties.test_look_ahead import Taste
 from tests.worlds import World, folder, worlds
@@ -224,7 +225,7 @@ def made(world: World, directory: str, kind: str) -> tuple[ov.Job, ov.Source]:
 
 
 @given(worlds(batches="samples"), KINDS, ACTIONS, st.integers(0, 2**20), st.booleans())
-@settings(max_examples=40)
+@examples(40)
 def test_at_every_moment_the_records_give_the_states_that_the_planner_had(
     world: World, kind: str, script: list[tuple[int, str]], salt: int, whole: bool
 ) -> None:
@@ -239,7 +240,7 @@ def test_at_every_moment_the_records_give_the_states_that_the_planner_had(
 
 
 @given(worlds(batches="samples"), KINDS)
-@settings(max_examples=10)
+@examples(10)
 def test_nobody_acts_on_a_plan_that_is_not_written(world: World, kind: str) -> None:
     with folder() as directory:
         job, _ = made(world, directory, kind)

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.hashing import key64, keyed_hash
 from overlord.messages import SetMixture, Skip
 from overlord.simulation.engine import Add, Run
+from tests.laws import examples
 from tests.properties.test_feedback import Chaser, some, trainer
 from tests.properties.test_look_ahead import Taste
 from tests.properties.test_stream import fingerprint, in_order
@@ -108,7 +109,7 @@ def plain(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @given(scenes())
-@settings(max_examples=16)
+@examples(16)
 def test_neither_timing_nor_options_nor_a_restart_shows_in_a_job_that_uses_everything(scene: Scene) -> None:
     with folder() as directory:
         job, wider, events = scene.job(directory)
@@ -134,7 +135,7 @@ def test_neither_timing_nor_options_nor_a_restart_shows_in_a_job_that_uses_every
 
 
 @given(scenes(), st.integers(1, 4))
-@settings(max_examples=12)
+@examples(12)
 def test_on_another_mesh_the_same_samples_come_in_every_step_also_where_weights_are_learned_and_changed(scene: Scene, dp: int) -> None:
     """One rank reports for all, as ranks of another mesh measure other things; what gives up equal steps across meshes is left out."""
     with folder() as directory:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
@@ -47,6 +47,7 @@ from overlord.planner.draw import Drawer, Drawn, Short, draw_counts, whole_weigh
 from overlord.planner.stream import SourceStream
 from overlord.runtime.bootstrap import Blueprint, Options
 from overlord.sources.handles import ChunkReader
+from tests.laws import examples
 from tests.properties.test_merge import make_found
 from tests.properties.test_stream import delivered, fingerprint, in_order, run, wanted
 from tests.reference import Mixer
@@ -157,7 +158,7 @@ def states_of(blueprint: Blueprint, stages: list[Stage]) -> list[StreamState]:
     worlds(), event_logs(), st.sampled_from(("step", "microbatch", "epoch")), st.booleans(), st.integers(0, 2**20),
     st.integers(1, 3), st.integers(1, 3),
 )  # fmt: skip
-@settings(max_examples=90)
+@examples(90)
 def test_a_planner_restored_after_any_step_plans_the_identical_rest(
     world: World, log: list[SetMixture | Skip], mix_every: str, scheduled: bool, seed: int, loaders: int, others: int
 ) -> None:
@@ -270,7 +271,7 @@ def loaders_at(blueprint: Blueprint, cursor: Cursor, n: int, rng: random.Random)
 
 
 @given(worlds(endless=False), st.integers(1, 4), st.integers(0, 2**20))
-@settings(max_examples=100)
+@examples(100)
 def test_loaders_restored_at_any_cursor_announce_what_stands_behind_it(world: World, loaders: int, seed: int) -> None:
     world = World(world.seed, world.sources[:1], world.fields, world.batch, world.dp)
     rng = random.Random(seed)
@@ -317,7 +318,7 @@ def write_lines(directory: str, files: list[list[Any]]) -> str:
 
 
 @given(st.lists(st.lists(st.sampled_from(("good", "picky", "no JSON", "empty")), min_size=1, max_size=9), min_size=1, max_size=3))
-@settings(max_examples=40)
+@examples(40)
 def test_every_failure_is_listed_under_its_own_row_with_its_own_reason(files: list[list[str]]) -> None:
     """Rows that cannot be read, rows a transform fails on, rows without tokens, side by side in a slice."""
     row = {"good": {"n": 1, "tokens": [1, 2]}, "picky": {"n": 3, "tokens": [1]}, "empty": {"n": 2, "tokens": []}}
@@ -339,7 +340,7 @@ def test_every_failure_is_listed_under_its_own_row_with_its_own_reason(files: li
 
 
 @given(st.lists(st.tuples(st.sampled_from((1, "one", 1.5, [2])), st.integers(1, 6)), min_size=2, max_size=5), st.integers(1, 3))
-@settings(max_examples=40)
+@examples(40)
 def test_slices_that_disagree_on_a_type_keep_the_order_of_their_rows(files: list[tuple[Any, int]], loaders: int) -> None:
     """A column of one type in each file, and of another in the next."""
     lines = [[{"n": n, "tokens": [k, i]} for i in range(rows)] for k, (n, rows) in enumerate(files)]
@@ -440,7 +441,7 @@ class Bench:
 
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 11)), max_size=80), st.booleans())
-@settings(max_examples=400)
+@examples(400)
 def test_every_attached_rank_gets_every_step_once_and_in_the_end_nothing_is_held(
     ranks: int, acts: list[tuple[int, int]], stay: bool
 ) -> None:
@@ -557,7 +558,7 @@ def test_a_row_waits_for_rows_of_the_same_key_that_may_stand_before_it() -> None
 
 
 @given(worlds(), st.integers(0, 2**20), st.integers(1, 3))
-@settings(max_examples=40)
+@examples(40)
 def test_a_schedule_that_turns_weights_on_and_off_gives_the_stream_of_the_reference(world: World, seed: int, loaders: int) -> None:
     with folder() as directory:
         names = world.job(directory).names
@@ -569,7 +570,7 @@ def test_a_schedule_that_turns_weights_on_and_off_gives_the_stream_of_the_refere
 
 
 @given(worlds(batches="samples"), st.integers(0, 2**20), st.sampled_from(("step", "microbatch")), st.integers(1, 3))
-@settings(max_examples=60)
+@examples(60)
 def test_the_mix_of_a_session_is_within_one_sample_of_every_source_at_every_step(world: World, seed: int, mix_every: str, m: int) -> None:
     sources = tuple((*s[:4], None, *s[5:]) for s in world.sources)
     fields = tuple((k, v) for k, v in world.fields if k not in ("draw", "until", "mix_every"))
@@ -591,7 +592,7 @@ def test_the_mix_of_a_session_is_within_one_sample_of_every_source_at_every_step
 
 
 @given(worlds(), st.integers(0, 2**20), st.lists(st.integers(0, 6), min_size=1, max_size=3), st.integers(1, 3))
-@settings(max_examples=40)
+@examples(40)
 def test_skipped_steps_are_left_out_and_the_others_are_as_they_were(world: World, seed: int, skipped: list[int], loaders: int) -> None:
     with folder() as directory:
         job = world.job(directory)
@@ -607,7 +608,7 @@ def test_skipped_steps_are_left_out_and_the_others_are_as_they_were(world: World
     worlds(), st.sampled_from(("vanilla", "packed", "llm_balance", "backbone_balance")), st.integers(0, 2**20), st.sampled_from((1, 4, 16)),
     st.sampled_from(("packed", "padded")), st.sampled_from(("shifted", "unshifted")),
 )  # fmt: skip
-@settings(max_examples=100)
+@examples(100)
 def test_every_strategy_keeps_the_capacity_and_gives_every_drawn_sample_one_slot(
     world: World, strategy: str, seed: int, multiple: int, layout: str, labels: str
 ) -> None:
@@ -654,7 +655,7 @@ def spin(rng: random.Random) -> None:
 
 
 @given(worlds(formats=("dataset",), endless=False), st.integers(0, 2**20), st.integers(1, 3), st.integers(1, 4))
-@settings(max_examples=25)
+@examples(25)
 def test_no_delay_of_a_dataset_or_a_transform_changes_a_byte(world: World, seed: int, loaders: int, workers: int) -> None:
     rng = random.Random(seed)
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from overlord.messages import Part, Placed, Sealed, Stage
 from overlord.plan import Assignment, LoadingPlan
 from overlord.planner.cut import Cuts, Cutter, spread
+from tests.laws import examples
 
 AFTER = Sealed(1, np.zeros(3, np.uint8))
 ITEM_COLUMNS = ("size", "cost", "memory", "out", "offset")
@@ -255,7 +256,7 @@ def settle(scene: Scene, stage: Stage, rows: list[tuple[int, int]], kept: list[t
     whole=st.booleans(),
     absent=st.sampled_from((0.0, 0.3, 1.0)),
 )
-@settings(max_examples=300)
+@examples(300)
 def test_hosts_do_with_their_shares_what_one_process_does_with_the_whole(
     rng: Random, look_ahead: bool, hooks: bool, whole: bool, absent: float
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 import overlord as ov
@@ -17,6 +17,7 @@ from overlord.planner.cut import Cuts, Cutter, Imaging
 from overlord.planner.encoding import Encodings
 from overlord.sample import Content, Items, Ragged, Scattered
 from overlord.transforms.pixels import Prefix
+from tests.laws import examples
 
 AFTER = Sealed(1, np.zeros(3, np.uint8))
 CONTEXT = 64
@@ -92,7 +93,7 @@ def test_arrays_of_a_rank_are_its_routes(plan: LoadingPlan) -> None:
             assert not any(array.flags.writeable for array in arrays.values())
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(plans(), st.data())
 def test_every_image_comes_to_the_constructor_of_its_encoder_from_the_host_that_has_it(plan: LoadingPlan, data: st.DataObject) -> None:
     assert plan.place is not None

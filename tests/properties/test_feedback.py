@@ -7,7 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
@@ -15,6 +15,7 @@ from overlord.messages import Report, SetMixture, Skip
 from overlord.planner.feedback import reduced
 from overlord.planner.schedule import bind
 from overlord.simulation.engine import Add, Run
+from tests.laws import examples
 from tests.properties.test_stream import delivered, fingerprint
 from tests.reference import reference_stream
 from tests.worlds import World, folder, worlds
@@ -92,7 +93,7 @@ KINDS = st.sampled_from(("chaser", "odm"))
 
 
 @given(worlds(), KINDS, st.integers(0, 2**20), st.integers(3, 9))
-@settings(max_examples=30)
+@examples(30)
 def test_a_stream_with_feedback_equals_the_reference(world: World, kind: str, salt: int, lag: int) -> None:
     with folder() as directory:
         job = learning(world, directory, kind, feedback_lag=lag)
@@ -111,7 +112,7 @@ def test_a_stream_with_feedback_equals_the_reference(world: World, kind: str, sa
     worlds(), KINDS, st.sampled_from(("step", "epoch")), st.integers(0, 2**20),
     st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3)), min_size=2, max_size=3),
 )  # fmt: skip
-@settings(max_examples=20)
+@examples(20)
 def test_neither_timing_nor_prefetch_decides_what_a_schedule_knew(
     world: World, kind: str, mix_every: str, salt: int, ways: list[tuple[int, int]]
 ) -> None:
@@ -135,7 +136,7 @@ EVENTS = st.lists(
 
 
 @given(worlds(), KINDS, st.sampled_from(("step", "microbatch", "epoch")), st.integers(0, 2**20), st.integers(3, 8), EVENTS)
-@settings(max_examples=15)
+@examples(15)
 def test_restored_at_every_step_a_run_with_feedback_goes_on_identically(
     world: World, kind: str, mix_every: str, salt: int, lag: int, events: list[Any]
 ) -> None:
@@ -154,7 +155,7 @@ def test_restored_at_every_step_a_run_with_feedback_goes_on_identically(
 
 
 @given(worlds(), KINDS, st.integers(0, 2**20))
-@settings(max_examples=8)
+@examples(8)
 def test_a_checkpoint_of_the_local_runtime_holds_what_was_reported(world: World, kind: str, salt: int) -> None:
     """The loop people write: take a step, train, report, save; and after a crash the reports of the rest again."""
     say = trainer(salt)
@@ -216,7 +217,7 @@ def grown(world: World) -> World:
 
 
 @given(worlds(), st.integers(0, 2**20), st.integers(0, 6), st.integers(1, 3), st.sampled_from((None, "mapping", "function")))
-@settings(max_examples=25)
+@examples(25)
 def test_a_source_that_joins_equals_the_reference_and_one_that_weighed_nothing_before(
     world: World, seed: int, at: int, loaders: int, kind: str | None
 ) -> None:
@@ -241,7 +242,7 @@ def test_a_source_that_joins_equals_the_reference_and_one_that_weighed_nothing_b
 
 
 @given(worlds(), KINDS, st.sampled_from(("step", "microbatch", "epoch")), st.integers(0, 2**20), st.integers(0, 6), EVENTS, EVENTS)
-@settings(max_examples=15)
+@examples(15)
 def test_restored_at_every_step_a_run_with_a_source_that_joined_goes_on_identically(
     world: World, kind: str, mix_every: str, salt: int, at: int, before: list[Any], after: list[Any]
 ) -> None:

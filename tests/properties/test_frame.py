@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -24,6 +24,7 @@ from overlord.errors import FrameError
 from overlord.job import Batch
 from overlord.placetree import AXES, ClientPlaceTree
 from overlord.sample import Columns, Ragged
+from tests.laws import examples
 
 ENTRY = struct.Struct("<BB6sQQ8Q")
 NUMBERS = {int: (int, np.integer), float: (int, float, np.number), bool: (bool, np.bool_)}
@@ -190,7 +191,7 @@ def test_a_tree_of_values_comes_back_equal_and_of_the_same_types(value: Any):
 
 
 @pytest.mark.parametrize("name", sorted(KINDS))
-@settings(max_examples=15)
+@examples(15)
 @given(st.data())
 def test_every_kind_of_record_comes_back_equal(name: str, data: st.DataObject):
     record = data.draw(record_of(KINDS[name].cls))
@@ -240,7 +241,7 @@ EDGES = [0, 1, 63, 64, 65, 128, 2**31, 2**32, 2**61, 2**62, 2**63 - 1, 2**63, 2*
 hostile = st.sampled_from(EDGES) | st.integers(0, 600)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.lists(arrays, min_size=1, max_size=3), st.data())
 def test_a_table_with_any_numbers_gives_no_view_outside_the_frame(columns: list[np.ndarray], data: st.DataObject):
     header, kept = encode([*columns, np.arange(64)])  # small ones stand in the header, and no table has them
@@ -285,7 +286,7 @@ trees = st.recursive(
 COLUMNS = [np.arange(4), np.array([0, 2, 4]), np.zeros(3, np.uint8), np.array(1.5), np.array([0, 9, -1]), np.zeros((2, 0))]
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(trees)
 @example([8, "ClientPlaceTree", KINDS["ClientPlaceTree"].layout, 1, 1, 1, 0, [1]])
 @example([9, "DataStall", [1, [0], [0]], []])
@@ -296,7 +297,7 @@ def test_any_tree_in_the_header_gives_a_known_value_or_is_refused(tree: Any):
 
 
 @pytest.mark.parametrize("name", sorted(KINDS))
-@settings(max_examples=15)
+@examples(15)
 @given(st.data())
 def test_a_record_with_any_part_exchanged_is_refused_or_has_fields_of_the_right_types(name: str, data: st.DataObject):
     header, columns = encode(data.draw(record_of(KINDS[name].cls)))
@@ -312,7 +313,7 @@ def test_a_record_with_any_part_exchanged_is_refused_or_has_fields_of_the_right_
         assert fits(found, type(found))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.one_of(*(record_of(KINDS[n].cls) for n in ("Announce", "Stage", "StreamState", "Skip", "Batch"))), st.data())
 def test_headers_with_any_bytes_changed_give_a_known_value_or_are_refused(record: Any, data: st.DataObject):
     header, columns = encode(record)
@@ -341,7 +342,7 @@ def test_no_length_is_believed_before_the_bytes_are_there(lengths: list[tuple[by
 PIECES = [b"\x90", b"\x80", b"\xc0", b"\x91\x00", b"\x92\x02\x00", b"\x93\x03\x00\x01", b"\xa0", b"\xc4\x00"]
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.sampled_from(PIECES), st.integers(1, 20_000))
 def test_many_small_values_take_no_more_than_a_hundred_times_their_bytes(piece: bytes, count: int):
     header = b"\xdd" + struct.pack(">I", count + 1) + b"\x00" + piece * count

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 import overlord as ov
@@ -28,6 +28,7 @@ from overlord.recovery import STRIDE
 from overlord.recovery.past import Past
 from overlord.runtime.bootstrap import Blueprint, Options, schedule_of
 from overlord.simulation.engine import Add
+from tests.laws import examples
 from tests.properties.test_combined import LAG, Scene, plain, scenes
 from tests.properties.test_cores import Nowhere, outcome_of
 from tests.properties.test_feedback import trainer
@@ -196,14 +197,14 @@ def assert_the_same(job: ov.Job, said: list[Any], seed: int, backs: int, prefetc
 
 
 @given(worlds(), st.integers(0, 2**20), st.integers(1, 6), st.integers(1, 5))
-@settings(max_examples=40)
+@examples(40)
 def test_a_planner_that_begins_again_plans_what_was_planned(world: World, seed: int, backs: int, prefetch: int) -> None:
     with folder() as directory:
         assert_the_same(world.job(directory), [], seed, backs, prefetch, seed)
 
 
 @given(scenes(), st.integers(1, 6), st.integers(1, LAG - 2))
-@settings(max_examples=40)
+@examples(40)
 def test_also_in_a_job_that_uses_everything(scene: Scene, backs: int, prefetch: int) -> None:
     with folder() as directory:
         job, _, said = scene.job(directory)

@@ -7,7 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.sample import Ragged
@@ -15,6 +15,7 @@ from overlord.transforms.imagefile import BadImage, Header, header
 from overlord.transforms.imagerows import with_placeholders
 from overlord.transforms.images import Images, chances, fit
 from overlord.transforms.pixels import MAX_TOKENS, fill, item_shape
+from tests.laws import examples
 from tests.pictures import FILES
 
 SIDES = st.integers(1, 300) | st.integers(1, 20_000)
@@ -138,7 +139,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 
 
 @given(mutated() | st.binary(max_size=200))
-@settings(max_examples=400)
+@examples(400)
 def test_of_any_bytes_a_header_comes_or_a_reason(data: bytes) -> None:
     try:
         found = header(data)
@@ -149,7 +150,7 @@ def test_of_any_bytes_a_header_comes_or_a_reason(data: bytes) -> None:
 
 
 @given(mutated())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_of_any_bytes_pixels_come_or_a_reason_and_memory_stays_within_what_was_planned(data: bytes) -> None:
     spec = Images(placeholder=1, patch=4, merge=1, min_pixels=16, max_pixels=1024)
     found = None
@@ -175,7 +176,7 @@ def test_of_any_bytes_pixels_come_or_a_reason_and_memory_stays_within_what_was_p
 
 
 @given(st.sampled_from(sorted(FILES)), st.lists(st.tuples(st.integers(0, 95), st.integers(0, 255)), min_size=1, max_size=4))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_of_any_prefix_pixels_come_or_a_reason(name: str, changes: list[tuple[int, int]]) -> None:
     spec = Images(placeholder=1, patch=4, merge=1, min_pixels=16, max_pixels=1024)
     item = np.frombuffer(spec.plan(header(FILES[name])).pack() + FILES[name], np.uint8).copy()

@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import assume, event, given, settings
+from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 import overlord as ov
@@ -24,6 +24,7 @@ from overlord.runtime import bootstrap
 from overlord.simulation.engine import Run
 from overlord.sources.base import RawSlice
 from overlord.sources.handles import ChunkReader
+from tests.laws import examples
 from tests.properties.test_combined import LAG, Scene, plain, scenes
 from tests.properties.test_feedback import trainer
 from tests.properties.test_stream import fingerprint
@@ -83,7 +84,7 @@ def assert_function_of_the_log(
 
 
 @given(worlds(), st.dictionaries(st.integers(0, 3), st.integers(0, 20), min_size=1, max_size=2), st.integers(0, 2**20))
-@settings(max_examples=30)
+@examples(30)
 def test_the_stream_is_a_function_of_the_log_and_not_of_when_storage_failed(world: World, after: dict[int, int], salt: int) -> None:
     with folder() as directory:
         job = leaving(world.job(directory))
@@ -92,7 +93,7 @@ def test_the_stream_is_a_function_of_the_log_and_not_of_when_storage_failed(worl
 
 
 @given(scenes(), st.dictionaries(st.integers(0, 3), st.integers(0, 20), min_size=1, max_size=2))
-@settings(max_examples=20)
+@examples(20)
 def test_also_in_a_job_that_uses_everything(scene: Scene, after: dict[int, int]) -> None:
     with folder() as directory:
         job, wider, said = scene.job(directory)

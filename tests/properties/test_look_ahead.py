@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.hashing import key64, keyed_hash
 from overlord.messages import SetMixture
+from tests.laws import examples
 from tests.properties.test_stream import Sample, _state_after, delivered, fingerprint, in_order, run
 from tests.reference import reference_stream
 from tests.worlds import Rows, World, folder, some_steps, worlds
@@ -54,7 +55,7 @@ def ahead(world: World, directory: str, choice: tuple[int, int, str]) -> tuple[o
 
 
 @given(worlds(batches="samples"), CHOICES, st.integers(0, 2**20))
-@settings(max_examples=60)
+@examples(60)
 def test_the_chosen_stream_equals_the_reference(world: World, choice: tuple[int, int, str], seed: int) -> None:
     with folder() as directory:
         job, taste = ahead(world, directory, choice)
@@ -71,7 +72,7 @@ def test_the_chosen_stream_equals_the_reference(world: World, choice: tuple[int,
 
 
 @given(worlds(batches="samples"), CHOICES, st.integers(0, 2**20), st.integers(1, 4))
-@settings(max_examples=30)
+@examples(30)
 def test_no_option_changes_a_byte_and_restored_at_every_step_the_rest_is_identical(
     world: World, choice: tuple[int, int, str], seed: int, loaders: int
 ) -> None:
@@ -90,7 +91,7 @@ def test_no_option_changes_a_byte_and_restored_at_every_step_the_rest_is_identic
 
 
 @given(worlds(batches="samples", endless=False), CHOICES)
-@settings(max_examples=40)
+@examples(40)
 def test_every_sample_is_chosen_exactly_once(world: World, choice: tuple[int, int, str]) -> None:
     with folder() as directory:
         job, _ = ahead(world, directory, choice)
@@ -106,7 +107,7 @@ def test_every_sample_is_chosen_exactly_once(world: World, choice: tuple[int, in
 
 
 @given(worlds(batches="samples"), st.integers(2, 5), st.integers(0, 2**20))
-@settings(max_examples=25)
+@examples(25)
 def test_without_a_preference_look_ahead_changes_nothing(world: World, look_ahead: int, seed: int) -> None:
     with folder() as directory:
         plain, first, _, _ = run(world.job(directory), seed)
@@ -132,7 +133,7 @@ def deferring(world: World, directory: str) -> ov.Job:
 
 
 @given(worlds(batches="samples"), st.integers(0, 2**20), st.integers(1, 3))
-@settings(max_examples=30)
+@examples(30)
 def test_deferring_keeps_the_number_of_microbatches_and_restores_to_the_byte(world: World, seed: int, loaders: int) -> None:
     with folder() as directory:
         job = deferring(world, directory)
@@ -147,7 +148,7 @@ def test_deferring_keeps_the_number_of_microbatches_and_restores_to_the_byte(wor
 
 
 @given(worlds(batches="samples", endless=False), st.integers(0, 2**20))
-@settings(max_examples=40)
+@examples(40)
 def test_what_is_deferred_still_comes_exactly_once(world: World, seed: int) -> None:
     with folder() as directory:
         job = deferring(world, directory)

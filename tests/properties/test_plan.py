@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import JobError, PlanError
@@ -20,6 +20,7 @@ from overlord.planbytes import MAGIC
 from overlord.planner.dgraph import DGraph
 from overlord.planner.strategy import STRATEGIES, resolve
 from overlord.sample import Buffer
+from tests.laws import examples
 
 CONTEXT = 64
 
@@ -155,7 +156,7 @@ def test_bytes_that_end_early_are_refused_wherever_they_end() -> None:
         LoadingPlan.from_bytes(BYTES + b"\0")
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.integers(0, len(BYTES) - 1), st.integers(1, 255))
 def test_a_flipped_byte_gives_a_plan_or_a_plan_error_and_nothing_else(at: int, mask: int) -> None:
     damaged = bytearray(BYTES)
@@ -280,7 +281,7 @@ def best(costs: list[float], d: int) -> float:
     return min(max(sum(c for c, b in zip(costs, where, strict=True) if b == k) for k in range(d)) for where in placements)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 3))
 def test_no_placement_passes_the_bound(costs: list[int], d: int) -> None:
     plan = resolve("llm_balance")(drawn(costs, sources=1), ClientPlaceTree(dp=d))

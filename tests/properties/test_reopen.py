@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 import overlord as ov
@@ -28,6 +28,7 @@ from overlord.planner.strategy import resolve
 from overlord.runtime.bootstrap import Blueprint, Options
 from overlord.runtime.loading import Loading
 from overlord.simulation.engine import Moved, Run
+from tests.laws import examples
 from tests.properties.test_combined import LAG, Scene, plain, scenes
 from tests.properties.test_feedback import trainer
 from tests.properties.test_stream import fingerprint
@@ -61,7 +62,7 @@ def assert_unnoticed(job: ov.Job, moves: list[Move], seed: int, said: tuple[Any,
 
 
 @given(worlds(), MOVES, st.integers(0, 2**20), st.integers(1, 4))
-@settings(max_examples=50)
+@examples(50)
 def test_a_source_may_be_read_anew_at_any_moment(world: World, moves: list[Move], seed: int, loaders: int) -> None:
     with folder() as directory:
         job = world.job(directory)
@@ -69,7 +70,7 @@ def test_a_source_may_be_read_anew_at_any_moment(world: World, moves: list[Move]
 
 
 @given(scenes(), MOVES)
-@settings(max_examples=25)
+@examples(25)
 def test_also_in_a_job_that_uses_everything(scene: Scene, moves: list[Move]) -> None:
     with folder() as directory:
         job, _, said = scene.job(directory)
@@ -78,7 +79,7 @@ def test_also_in_a_job_that_uses_everything(scene: Scene, moves: list[Move]) -> 
 
 
 @given(scenes(), MOVES, st.integers(0, 100))
-@settings(max_examples=10)
+@examples(10)
 def test_also_after_a_restart(scene: Scene, moves: list[Move], k: int) -> None:
     """What a restored state pulls again may be given back before, while and after it is pulled."""
     with folder() as directory:
@@ -110,7 +111,7 @@ class Breaking:
     worlds(), MOVES, st.integers(0, 2**20), st.integers(1, 3), st.integers(5, 60), st.booleans(),
     st.sampled_from(((), (("look_ahead", 3),), (("overflow", "defer"),))),
 )  # fmt: skip
-@settings(max_examples=25)
+@examples(25)
 def test_what_breaks_a_source_breaks_it_at_the_same_place(
     world: World, moves: list[Move], seed: int, loaders: int, rows: int, disk: bool, ahead: tuple[tuple[str, Any], ...]
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import PlanError
@@ -19,6 +19,7 @@ from overlord.planner.dgraph import DGraph
 from overlord.planner.routes import Routes
 from overlord.planner.strategy import resolve, vlm
 from overlord.sample import Buffer, Ragged
+from tests.laws import examples
 
 CONTEXT = 64
 ROWS = 1000  # more than any item sends: row k of item i is the number i * ROWS + k
@@ -142,13 +143,13 @@ def images(buffer: Buffer, n: int, merge: int) -> list[tuple[int, int]]:
     return list(zip(offsets, rows, strict=True))
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(buffers(), places, named)
 def test_every_image_arrives_at_its_placeholders_under_every_strategy(buffer: Buffer, place: ClientPlaceTree, strategy: Any) -> None:
     check(strategy(buffer, place), buffer, 1)
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(
     buffers(), places, st.sampled_from(["iteration", "microbatch"]), st.sampled_from([None, True, False]), st.sampled_from([1, 2]),
     st.sampled_from(["greedy", "zigzag", "none", "karmarkar_karp"]),
@@ -226,7 +227,7 @@ SMALL = vlm(joint=False, per="microbatch")(
 BYTES = SMALL.to_bytes()
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.integers(0, len(BYTES) - 1), st.integers(1, 255))
 def test_a_flipped_byte_gives_routes_or_a_plan_error_and_nothing_else(at: int, mask: int) -> None:
     damaged = bytearray(BYTES)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.constructor.assembler import Assembler
@@ -16,6 +16,7 @@ from overlord.messages import Back, Finish, Payload, Placed
 from overlord.recovery import STRIDE
 from overlord.runtime.building import Building
 from overlord.runtime.gathering import MAX_EARLY, Gathering, check_payload
+from tests.laws import examples
 from tests.unit.test_gathering import Box, Here, documents, placed
 
 G = STRIDE
@@ -266,7 +267,7 @@ def test_payload_of_no_generation_is_refused(generation: Any) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150)
+@examples(150)
 def test_whatever_loaders_and_planner_repeat_every_step_is_delivered_once_with_its_own_payload(data: st.DataObject) -> None:
     """Loader hosts lose what is on its way, in any step; late words of each generation come in between."""
     n, here = data.draw(st.integers(1, 6)), Later()

@@ -7,13 +7,14 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.runtime.bootstrap import Blueprint, Options
 from overlord.runtime.hosting import Hosting, SourceLoad, load_of, plan_hosts
 from tests.corpus import write_rows
+from tests.laws import examples
 
 
 def load(name: str, cost: float = 1.0, memory: int = 3, max_loaders: int = 8) -> SourceLoad:
@@ -46,7 +47,7 @@ def by_host(loads: list[SourceLoad], hosting: Hosting) -> dict[int, list[int]]:
 
 
 @given(questions(), st.integers(1, 20))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_every_loader_has_one_host_and_limits_are_kept(question: tuple[list[SourceLoad], dict], cores: int) -> None:
     loads, options = question
     made = plan_hosts(loads, cores=cores, **options)
@@ -65,7 +66,7 @@ def test_every_loader_has_one_host_and_limits_are_kept(question: tuple[list[Sour
 
 
 @given(questions(), st.integers(1, 20))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_what_is_predicted_is_what_the_loaders_of_a_host_add_up_to(question: tuple[list[SourceLoad], dict], cores: int) -> None:
     loads, options = question
     made, total = plan_hosts(loads, cores=cores, **options), sum(s.cost for s in loads) or 1.0
@@ -78,14 +79,14 @@ def test_what_is_predicted_is_what_the_loaders_of_a_host_add_up_to(question: tup
 
 
 @given(questions(), st.integers(1, 20))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_more_cores_never_make_the_slowest_host_slower(question: tuple[list[SourceLoad], dict], cores: int) -> None:
     loads, options = question
     assert plan_hosts(loads, cores=cores + 1, **options).slowest <= plan_hosts(loads, cores=cores, **options).slowest + 1e-9
 
 
 @given(questions(), st.integers(1, 20), st.integers(0, 2**20))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_the_order_of_sources_does_not_matter_for_balance(question: tuple[list[SourceLoad], dict], cores: int, salt: int) -> None:
     loads, options = question
     shuffled = random.Random(salt).sample(loads, len(loads))
@@ -96,7 +97,7 @@ def test_the_order_of_sources_does_not_matter_for_balance(question: tuple[list[S
 
 
 @given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=200), st.integers(1, 16))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_light_sources_are_spread_to_within_one_of_them(costs: list[float], cores: int) -> None:
     """Without limits in the way, the heaviest first is never further from even than one source's work."""
     loads = [load(f"s{i}", c, max_loaders=1) for i, c in enumerate(costs)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
@@ -27,6 +27,7 @@ from overlord.planner.strategy import llm_balance
 from overlord.planner.stream import SourceStream
 from overlord.runtime.bootstrap import Blueprint, Options
 from overlord.simulation.engine import Delays
+from tests.laws import examples
 from tests.worlds import Rows, even
 
 # Events
@@ -277,7 +278,7 @@ def test_a_job_of_extreme_weights_gives_every_sample_once(weights: tuple[float, 
 @given(
     st.lists(st.one_of(EXTREME, st.integers(0, 5), st.just(math.nan), st.just(-1.0), st.just(True), st.just("x")), min_size=1, max_size=5)
 )
-@settings(max_examples=200)
+@examples(200)
 def test_weights_are_right_or_refused_whichever_way_they_are_said(weights: list[Any]) -> None:
     names = [f"s{i}" for i in range(len(weights))]
     outcomes = []
