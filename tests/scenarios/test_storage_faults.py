@@ -269,29 +269,35 @@ def lasting(made: ov.Job, act: Callable[[], object], runtime: str = "local") -> 
 
 
 LASTING = [
-    ("removed", r"the file is gone since the source was indexed \(No such file or directory\) after \d+ tries in .* s .*; put it back"),
-    ("a directory", r"wanted a file, found a directory after \d+ tries .*restore|put the file back"),
+    (
+        "removed",
+        "tar",
+        r"the file is gone since the source was indexed \(No such file or directory\) after \d+ tries in .* s .*; put it back",
+    ),
+    ("a directory", "tar", r"wanted a file, found a directory after \d+ tries .*restore|put the file back"),
     (
         "cut short",
+        "arrow",
         r"the file changed since the source was indexed: wanted \d+ bytes of .*, found \d+ bytes of .*\(seen: changed x\d+\)",
     ),
 ]
 
 
 @pytest.mark.parametrize("runtime", ["local", "process"])
-@pytest.mark.parametrize(("fault", "says"), LASTING, ids=[f for f, _ in LASTING])
+@pytest.mark.parametrize(("fault", "format", "says"), LASTING, ids=[f"{fault}-{format}" for fault, format, _ in LASTING])
 def test_files_that_stay_broken_end_the_job_with_what_was_tried(
-    files: Callable[[str], Path], undisturbed: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch, fault: str, says: str, runtime: str
-) -> None:
+    files: Callable[[str], Path], undisturbed: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch, fault: str, format: str, says: str,
+    runtime: str,
+) -> None:  # fmt: skip
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
-    where = files("tar")
-    error, found, got = lasting(in_order(str(where), "tar"), lambda: FAULTS[fault][0](where), runtime)
+    where = files(format)
+    error, found, got = lasting(in_order(str(where), format), lambda: FAULTS[fault][0](where), runtime)
     assert error.source == "web"
-    assert re.fullmatch(rf"{re.escape(str(where))}/part-\d+\.tar", error.path)
+    assert re.fullmatch(rf"{re.escape(str(where))}/part-\d+\.{format}", error.path)
     assert re.search(says, str(error)), str(error)
     assert found["given_up"] == 1
     assert found["errors"][FAULTS[fault][1]] >= 2
-    assert got == undisturbed["tar"][: len(got)]
+    assert got == undisturbed[format][: len(got)]
 
 
 @pytest.mark.parametrize("runtime", ["local", "process"])

@@ -1,8 +1,7 @@
 """One way to files: listings and reads of disks (pyarrow.fs) and of object stores (``stores.py``) by the same code.
 
 Local files are read with plain reads into small buffers: a memory map of a 400 MB column counts as 400 MB of resident
-memory and a file cut short under a map kills the process. Arrow IPC is the exception (``arrow.py``): its record
-batches can only be read whole, and a map whose used pages are given back costs less than a copy of the batch.
+memory and a file cut short under a map kills the process.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from overlord.sources.dataset import Factory, files_of, fingerprint_of
 from overlord.sources.filefaults import briefly
 from overlord.sources.files import Files
 from overlord.sources.formats import FORMATS, SUFFIXES, format_named, format_of
-from overlord.sources.sidebyside import At, SideBySide
+from overlord.sources.sidebyside import At, InTurn, SideBySide
 from overlord.sources.uris import scrub
 
 log = logging.getLogger("overlord")
@@ -114,7 +114,8 @@ def build_indexes(
     specs: Sequence[SourceSpec], *, cache_dir: str | Path | None = None, workers: int = 8, progress: Progress | None = None
 ) -> list[Index]:
     """All sources together, so that one large source and many small ones share the threads; ``progress(done, total)`` counts sources."""
-    cache, pool = Path(cache_dir) if cache_dir is not None else None, SideBySide(workers, "overlord-index")
+    made = all(isinstance(spec.path, Factory) for spec in specs)  # by functions: there is nothing to look at, and nothing that hangs
+    cache, pool = Path(cache_dir) if cache_dir is not None else None, InTurn() if made else SideBySide(workers, "overlord-index")
     started = pool.map(lambda spec, at: _start(spec, cache, at), specs)
     works = [w for w in started if isinstance(w, _Work)]
     _look_at_all(pool, [(w, batch) for w in works for batch in _missing(w)], len(specs), progress)
@@ -151,7 +152,7 @@ def build_some(specs: Sequence[SourceSpec], left: Mapping[str, Left], **how: Any
     return [built[spec.name] for spec in specs]
 
 
-def _look_at_all(pool: SideBySide, tasks: Sequence[tuple[_Work, list[File]]], n: int, progress: Progress | None) -> None:
+def _look_at_all(pool: SideBySide | InTurn, tasks: Sequence[tuple[_Work, list[File]]], n: int, progress: Progress | None) -> None:
     left = Counter(id(work) for work, _ in tasks)
     finished = n - len(left)
 
