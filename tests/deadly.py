@@ -1,10 +1,16 @@
-"""Strategies that end the process they run in. A module without pytest: the planner's process imports it."""
+"""Strategies and schedules that end, or hold up, the process they run in. A module without pytest: the planner's process imports it."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from overlord.journal.directory import Directory
 from overlord.planner.strategy import llm_balance
 
 FATAL_STEP = 6
@@ -15,3 +21,68 @@ def deadly(buffer: Any, place: Any) -> Any:
     if buffer.step == FATAL_STEP:
         os._exit(3)
     return llm_balance(buffer, place)
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """Does not come to an end at that step; once, or whenever it is planned."""
+
+    flag: Path  # there since it was stuck
+    always: bool = False
+
+    def __call__(self, buffer: Any, place: Any) -> Any:
+        if buffer.step == FATAL_STEP and (self.always or not self.flag.exists()):
+            self.flag.touch()
+            threading.Event().wait()
+        return llm_balance(buffer, place)
+
+
+class HeldUp:
+    """A schedule in whose planner's process a journal is not written while there is a file of that name: a disk that hangs."""
+
+    def __init__(self, flag: Path, launcher: int = 0):
+        self.flag, self.launcher = flag, launcher or os.getpid()
+        if self.launcher != os.getpid():
+            write = Directory._write
+
+            def held_up(self_: Directory, name: str, data: bytes, at: int) -> None:
+                while flag.exists():
+                    time.sleep(0.01)
+                write(self_, name, data, at)
+
+            Directory._write = held_up  # type: ignore[method-assign]
+
+    def __reduce__(self) -> Any:
+        return HeldUp, (self.flag, self.launcher)
+
+    def __call__(self, step: int, feedback: Any) -> dict[str, float]:
+        return {"a": 1.0, "b": 2.0}
+
+    def __repr__(self) -> str:
+        return "HeldUp()"
+
+
+class Halting:
+    """A transform that stops the process it is sent to (``SIGSTOP``), once, where there is such a file: in the midst of its start."""
+
+    def __init__(self, flag: Path, launcher: int = 0):
+        self.flag, self.launcher = flag, launcher or os.getpid()
+        if self.launcher != os.getpid() and flag.exists():
+            flag.unlink()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.flag, self.launcher)
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return row
+
+    def __repr__(self) -> str:
+        return "Halting()"
+
+
+class HaltingStrategy(Halting):
+    """The same for the process of a planner."""
+
+    def __call__(self, buffer: Any, place: Any) -> Any:  # type: ignore[override]
+        return llm_balance(buffer, place)

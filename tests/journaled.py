@@ -24,7 +24,7 @@ from tests.processes import WAIT_S
 STEPS = 9
 SAY, AT = 2, 6  # when so many steps were taken, the mixture is changed from that step on; and one is skipped
 SKIPPED = 7
-MOMENTS = ("before", "torn", "unsynced", "after")
+MOMENTS = ("before", "torn", "after")  # what was written and not synced outlives a process as what was
 
 
 class Learner:
@@ -98,31 +98,84 @@ def train(made: ov.Job, note: Callable[[list[Any]], Any], **options: Any) -> Non
 
 def die_at(number: int, moment: str) -> None:
     """In this process: at that write of the journal, counted from 0, or where it removes segments."""
-    left, write, remove = [number], Directory._write, Directory.remove
+    left = [number]
 
-    def due() -> bool:
+    def how() -> str:
         left[0] -= 1
-        return left[0] < 0
+        return moment if left[0] < 0 else "whole"
+
+    _die_by(how)
+
+
+def _die_by(how: Callable[[], str]) -> None:
+    """At every write or removal of this process that is not to be "whole"."""
+    write, remove = Directory._write, Directory.remove
 
     def dying_write(self: Directory, name: str, data: bytes, at: int) -> None:
-        if not due():
+        if (moment := how()) == "whole":
             return write(self, name, data, at)
         if moment == "torn":
             os.write(self._file, data[: len(data) * 2 // 3])
-        elif moment == "unsynced":
-            os.write(self._file, data)
         elif moment == "after":
             write(self, name, data, at)
         return _die()
 
     def dying_remove(self: Directory, names: Sequence[str]) -> None:
-        if not names or not due():
+        if not names or (moment := how()) == "whole":
             return remove(self, names)
         if moment != "before":
             remove(self, names if moment == "after" else names[:1])
         return _die()
 
     Directory._write, Directory.remove = dying_write, dying_remove  # type: ignore[method-assign]
+
+
+# What is done at a write, one try after the other, and at those behind it: the last try gets through, so that some planners come to
+# their second and third write (a snapshot, a segment's end) before they die.
+TRIES = (("before", "torn", "whole"), ("torn", "whole"), ("after",))
+
+
+class Dying(Learner):
+    """The same schedule, which brings death to the process of the planner it is sent to: at every write that a run comes to."""
+
+    def __init__(self, ledger: Path, launcher: int = 0):
+        super().__init__()
+        self.ledger, self.launcher = ledger, launcher or os.getpid()
+
+    def __reduce__(self) -> Any:
+        return _sent, (self.ledger, self.launcher, self.seen)
+
+    def tried(self) -> list[tuple[int, str]]:
+        """Writes by number, and what was done at them, by all planners of the run."""
+        lines = self.ledger.read_text().split("\n")[:-1] if self.ledger.exists() else []
+        return [(int(number), how) for number, how in (line.split() for line in lines)]
+
+
+_to_die: list[int] = []  # schedules are also copied within a process, which dies once
+
+
+def _sent(ledger: Path, launcher: int, seen: dict[str, float]) -> Dying:
+    found = Dying(ledger, launcher)
+    found.seen = dict(seen)
+    if os.getpid() not in (launcher, *_to_die):
+        _to_die.append(os.getpid())
+        small_segments()
+        _die_at_all(found)
+    return found
+
+
+def _die_at_all(dying: Dying) -> None:
+    def how() -> str:
+        tried = dying.tried()
+        number, last = tried[-1] if tried else (-1, "whole")
+        ways = TRIES[number % len(TRIES)]
+        at = ways.index(last) + 1 if number >= 0 else len(ways)
+        number, way = (number, ways[at]) if at < len(ways) else (number + 1, TRIES[(number + 1) % len(TRIES)][0])
+        with dying.ledger.open("a") as file:
+            file.write(f"{number} {way}\n")
+        return way
+
+    _die_by(how)
 
 
 def _die() -> None:

@@ -17,6 +17,7 @@ import overlord as ov
 from overlord.errors import ActorLost
 from overlord.planner.strategy import resolve
 from tests import images as pictures
+from tests.deadly import Halting
 from tests.processes import Played, halt, hosts_of, launch, left_after, play, run, runs, until
 from tests.properties.test_combined import LAG
 from tests.properties.test_feedback import trainer
@@ -109,6 +110,23 @@ def test_a_part_that_hangs_is_killed_and_replaced(calm: Played) -> None:
         assert set(told) == {"loader-host/1", "constructor-host/0"}
         assert all("it answered nothing for" in reason for reason in told.values())
         assert not left_after(stopped, 3.0)
+
+
+@pytest.mark.parametrize("journaled", [False, True], ids=["a planner here", "a planner elsewhere"])
+def test_a_host_that_is_stopped_while_it_is_started_is_given_up_and_started_again(tmp_path: Path, journaled: bool) -> None:
+    flag = tmp_path / "stop"
+    halting = ov.Source("a", rows(60, 0), transforms=[ov.Map(Halting(flag), rows=True), ov.Tokens("tokens")], epochs=None)
+    made = job(sources=[halting, source("b", 90, 1000)], until=20, journal=str(tmp_path / "journal") if journaled else None)
+
+    def strike(session: ov.Session) -> None:
+        flag.touch()
+        session.kill("loader-host/0")
+
+    calm = run(replace(made, journal=None), "local")
+    with launch(made, lost_after_s=0.6, max_restarts=2, **APART) as session:
+        assert play(session, act={6: strike}) == calm
+        assert not flag.exists()
+        assert "loader-host/0" in {row["part"] for row in session.metrics()["recoveries"]}
 
 
 def test_a_part_that_is_stopped_for_a_moment_is_left_alone(calm: Played) -> None:

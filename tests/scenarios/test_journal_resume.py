@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from overlord.errors import JournalError
 from overlord.journal.directory import Directory
-from tests.journaled import MOMENTS, SKIPPED, STEPS, job, notes, recovered, steps, train
+from tests.journaled import MOMENTS, SKIPPED, STEPS, Dying, job, notes, recovered, steps, train
 from tests.processes import Program, program, until
 from tests.stores import BUCKET, Proxy
 from tests.unit.test_journal_disks import tiny
@@ -85,6 +86,21 @@ def test_killed_at_every_write_it_goes_on_as_if_nothing_had_happened(
     assert kills > 9
 
 
+def test_a_planner_that_is_killed_at_every_write_leaves_the_stream_as_it_is(
+    corpus: Path, undisturbed: list[tuple[int, str]], tmp_path: Path
+) -> None:
+    """All in one run: whoever comes in the place of a planner is killed at the next write, or at the same one in another moment of it."""
+    dying, found = Dying(tmp_path / "deaths"), list[Any]()
+    made = job(corpus, str(tmp_path / "journal"), mixture=dying)
+    train(made, found.append, runtime="process", max_restarts=1000, constructor_hosts=1, sources_per_host=2)
+    assert steps(found) == undisturbed
+    tried = dying.tried()
+    assert {number for number, how in tried if how != "whole"} == set(range(tried[-1][0] + 1))
+    assert recovered(tmp_path / "journal").next_step == STEPS
+    assert tried[-1][0] > STEPS, "fewer writes than steps"
+    assert {how for _, how in tried} == {*MOMENTS, "whole"}
+
+
 @pytest.mark.parametrize(("runtime", "other"), [("local", "process"), ("process", "local")])
 def test_killed_with_all_its_processes_it_goes_on_on_another_runtime(
     runtime: str, other: str, trainer: Program, corpus: Path, undisturbed: list[tuple[int, str]], tmp_path: Path
@@ -134,7 +150,8 @@ def test_on_a_disk_that_is_full_every_client_is_told_and_with_room_the_job_goes_
 ) -> None:
     with tiny(tmp_path / "disk", "size=32k") as disk:
         (disk / "ballast").write_bytes(bytes(4096 * 5))
-        made, found = job(corpus, str(disk / "journal")), list[Any]()
+        # A long name: room is given by the page, and what the job writes but for it may just fit into one.
+        made, found = replace(job(corpus, str(disk / "journal")), name="journaled" * 80), list[Any]()
         with pytest.raises(JournalError, match="ENOSPC"):
             train(made, found.append, runtime=runtime)
         assert 0 < len(steps(found)) < len(undisturbed), "it is full too early, or too late"

@@ -16,7 +16,8 @@ import pytest
 
 import overlord as ov
 from overlord.errors import ActorLost, JobError, PlanError
-from tests.deadly import FATAL_STEP, deadly
+from overlord.runtime.parts import Parts
+from tests.deadly import FATAL_STEP, HaltingStrategy, HeldUp, Stuck, deadly
 from tests.processes import Played, halt, hosts_of, launch, left_after, plain, play, program, run, runs, until, written
 from tests.properties.test_combined import LAG
 from tests.properties.test_feedback import Chaser, trainer
@@ -98,6 +99,9 @@ def test_what_is_asked_of_a_planner_elsewhere_is_what_one_here_says(journal: str
         same = ("planned_steps", "samples", "tokens", "mix", "feedback")
         assert {key: other[key] for key in same} == {key: one[key] for key in same}
         assert there.summary_buffer().batch == here.summary_buffer().batch
+        there.kill("planner")  # steps that nobody took are planned again, and known again
+        until(lambda: there._pump.ask(lambda: there._host.plans.steps(), "") == [6, 7, 8, 9])
+        assert there.plan(8).digest() == here.plan(8).digest()
 
 
 def test_what_cannot_be_sent_to_the_planner_is_told_by_name(journal: str) -> None:
@@ -119,6 +123,7 @@ def test_a_planner_that_is_killed_again_and_again_leaves_the_stream_as_it_is(alo
         told = [r for r in session.metrics()["recoveries"] if r["part"] == "planner"]
         assert len(told) == len(moments)
         assert {r["reason"] for r in told} == {"killed by signal 9"}
+        assert all(abs(r["step"] - k) <= prefetch + 1 for k, r in zip(moments, told, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -161,6 +166,21 @@ def test_planner_and_hosts_are_killed_at_random_while_ranks_train_side_by_side(a
         assert deaths > 3
 
 
+def test_a_planner_that_dies_the_moment_it_is_there_is_missed_too(alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready, struck = Parts._is_ready, list[int]()
+
+    def strike(parts: Parts) -> None:
+        if parts._incarnation and not struck:
+            struck.append(parts._incarnation)
+            parts.control.kill(parts.planner)  # type: ignore[arg-type]
+        ready(parts)
+
+    monkeypatch.setattr(Parts, "_is_ready", strike)
+    with launch(job(until=STEPS, journal=journal), **APART) as session:
+        assert play(session, act={5: killed()}) == alone
+    assert struck == [1]
+
+
 def test_a_planner_that_hangs_is_replaced_and_when_it_wakes_it_is_no_more(alone: Played, journal: str) -> None:
     with launch(job(until=STEPS, journal=journal), lost_after_s=1.0, **APART) as session:
         before = play(session, steps=6)
@@ -171,6 +191,49 @@ def test_a_planner_that_hangs_is_replaced_and_when_it_wakes_it_is_no_more(alone:
             assert before.steps[rank] + steps == alone.steps[rank]
         assert planner_of(session) != zombie
         assert not runs(zombie), "there is one who writes the journal"
+
+
+def test_a_planner_whose_strategy_does_not_come_to_an_end_is_replaced(alone: Played, journal: str, tmp_path: Path) -> None:
+    made = job(strategy=Stuck(tmp_path / "stuck"), until=STEPS, journal=journal)
+    with launch(made, lost_after_s=0.6, **APART) as session:
+        got = play(session)
+        assert (got.steps, got.error) == (alone.steps, "")
+        assert "it plans, and does not come to an end for 0.6 s" in {row["reason"] for row in session.metrics()["recoveries"]}
+
+
+def test_a_planner_that_is_stuck_every_time_ends_the_job_with_that(journal: str, tmp_path: Path) -> None:
+    made = job(strategy=Stuck(tmp_path / "stuck", always=True), until=STEPS, journal=journal)
+    with launch(made, lost_after_s=0.4, max_restarts=1, **APART) as session:
+        assert play(session).error == repr(ActorLost("planner", "it plans, and does not come to an end for 0.4 s"))
+
+
+def test_a_planner_that_is_stopped_while_it_is_started_is_given_up_and_started_again(alone: Played, journal: str, tmp_path: Path) -> None:
+    flag = tmp_path / "stop"
+
+    def strike(session: ov.Session) -> None:
+        flag.touch()
+        session.kill("planner")
+
+    with launch(job(strategy=HaltingStrategy(flag), until=STEPS, journal=journal), lost_after_s=0.6, **APART) as session:
+        got = play(session, act={6: strike})
+        assert (got.steps, got.error) == (alone.steps, "")
+        assert "it was stopped for 0.6 s while it was being started" in {row["reason"] for row in session.metrics()["recoveries"]}
+
+
+def test_a_planner_whose_journal_hangs_is_left_alone_and_says_what_it_waits_for(journal: str, tmp_path: Path) -> None:
+    flag, lost_after_s = tmp_path / "hangs", 0.8
+    with launch(job(mixture=HeldUp(flag), until=STEPS, journal=journal), lost_after_s=lost_after_s, **APART) as session:
+        before = planner_of(session)
+        flag.touch()
+        sayer = threading.Thread(target=session.skip, args=([30],))
+        sayer.start()
+        until(lambda: session._host.waiting_for(0) == "an event to be written to the journal")
+        time.sleep(2.5 * lost_after_s)
+        assert session._host.waiting_for(0) == "an event to be written to the journal"
+        flag.unlink()
+        sayer.join()
+        assert [step[0] for step in play(session).steps[0]] == [k for k in range(STEPS) if k != 30]
+        assert planner_of(session) == before
 
 
 def test_a_planner_that_cannot_be_kept_alive_ends_the_job_with_what_it_died_of(journal: str) -> None:

@@ -73,3 +73,23 @@ def test_nobody_follows_itself_and_all_that_can_be_followed_are(loaders: list[tu
         others = [h for h in living if h != home]
         assert (loader in shadows.where) == bool(others)
         assert not others or shadows.where[loader] in others
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.lists(st.integers(0, 5), max_size=20))
+def test_however_often_hosts_are_lost_each_holds_as_much_as_before(n_hosts: int, each: int, deaths: list[int]) -> None:
+    """One that comes back follows what it had, and those it followed: nothing piles up on a host."""
+    hosts = [k % n_hosts for k in range(n_hosts * each)]
+    shadows = Shadows(dict.fromkeys(range(len(hosts)), 1.0), lambda loader: loader)
+
+    def held(h: int) -> int:
+        return hosts.count(h) + list(shadows.where.values()).count(h)
+
+    shadows.fill(hosts.__getitem__, dict.fromkeys(range(n_hosts), float(each)), anywhere)
+    before = [held(h) for h in range(n_hosts)]
+    for lost in (h for h in deaths if h < n_hosts):
+        living = set(range(n_hosts)) - {lost}
+        for loader, heir in shadows.promote([k for k, h in enumerate(hosts) if h == lost], living).items():
+            hosts[loader] = heir
+        shadows.forget(living)
+        shadows.fill(hosts.__getitem__, {lost: 0.0}, anywhere)
+        assert [held(h) for h in range(n_hosts)] == before

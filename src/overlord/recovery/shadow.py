@@ -42,7 +42,7 @@ class Shadows:
             load[h] = load.get(h, 0.0) + self._size[loader]
         for group in self._groups(host_of):
             source, home = self._source_of(group[0]), host_of(group[0])
-            rooms = [h for h in load if h != home and can_open(h, source)]
+            rooms = [h for h in held if h != home and can_open(h, source)]
             if not rooms:
                 continue
             placed = {self.where[loader] for loader in group if loader in self.where}

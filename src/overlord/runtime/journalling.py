@@ -210,7 +210,11 @@ class Journal(Unwritten):
 
     def _settle(self, order: int) -> None:
         assert self._writer is not None
-        self._writer.wait(order)
+        self.settling = True
+        try:
+            self._writer.wait(order)
+        finally:
+            self.settling = False
 
     def _count(self, records: Sequence[Record]) -> None:
         size = sum(len(record.data) for record in records)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -13,6 +14,8 @@ from overlord.recovery.supervisor import Up
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.recovering import START_S, Recovering
 from overlord.runtime.starting import SIDE_BY_SIDE
+
+log = logging.getLogger("overlord")
 
 
 class Joining(Recovering):
@@ -55,6 +58,8 @@ class Joining(Recovering):
         for remote in list(self._loaders.values()):
             remote.out.append(("budget", budget_bytes))
         joined()
+        if self.blueprint.options.shadows == "all":
+            log.warning("source %r has no stand-by: no other host than its own can open it", new.source.name)
         self.run(commands)
 
     def move(self, source: int, hosts: Sequence[str]) -> None:

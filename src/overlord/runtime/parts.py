@@ -24,6 +24,7 @@ from overlord.runtime.plankit import PlannerKit
 from overlord.runtime.planneractor import PlannerActor
 from overlord.runtime.process_control import ProcessControl
 from overlord.runtime.starting import Recipes, hosting_of, n_constructors, read_ahead_of, settings_of
+from overlord.runtime.stopped import Starts
 
 log = logging.getLogger("overlord")
 
@@ -59,6 +60,7 @@ class Parts:
         self._session, self._told = generation, told
         self._incarnation = self._restarts = 0
         self._reason = ""
+        self._ended_for: tuple[Handle | None, str] = (None, "")
         self._initial: StreamState | None = None  # for a planner that died before anything was written
         self._tickets: dict[str, int] = {}  # of hosts, as the present planner knows them
         self._lock = threading.Condition()  # for who is there
@@ -67,18 +69,19 @@ class Parts:
         self._over: Exception | None = None
         self._work, self._news = Hands(1, "parts"), Hands(1, "planner-news")  # what is told may wait for locks; what is asked for must not
         self._stop = threading.Event()
+        self._starts = Starts(self.control, blueprint.options.lost_after_s)
 
     # the planner
 
-    def begin(self, state: StreamState | None) -> StreamState:
+    def begin(self, state: StreamState | None) -> None:
         """The first planner, and all hosts it asks for."""
         self._initial = state
-        begun = self._start_planner()
+        self._start_planner()
         self._is_ready()
         threading.Thread(target=self._beats, name="overlord-planner-beats", daemon=True).start()
-        return begun
 
-    def _start_planner(self) -> StreamState:
+    def _start_planner(self) -> int:
+        """Behind which step it begins."""
         with self._lock:
             living = tuple(name for name, handle in self.hosts.items() if handle.alive) if self._incarnation else ()
             kit = PlannerKit.of(
@@ -90,24 +93,37 @@ class Parts:
             self._tickets = {}
             planner = self.planner = self.control.spawn(PlannerActor, kit, name=PLANNER)
         self.control.on_death(planner, self._planner_died)
+        self._starts.watch(planner)
         self._where: tuple[str, str] = self.control.get(self.control.call(planner, "where"), BOOT_S)
         self._listen(planner)
         self._beating = planner
-        begun: StreamState = self.control.get(self.control.call(planner, "begin"), START_S)
-        return begun
+        behind: int = self.control.get(self.control.call(planner, "begin"), START_S)
+        return behind
 
     def _is_ready(self) -> None:
+        """One that died since it began, and was not missed because it was not there yet, is missed here."""
         with self._lock:
-            self._ready, self.absent = True, ""
-            self._lock.notify_all()
+            planner = self.planner
+            assert planner is not None
+            if planner.alive:
+                self._ready, self.absent = True, ""
+                self._lock.notify_all()
+                return
+        self.control.get(self.control.call(planner, "beat"), BOOT_S)  # raises what it died of
 
     def _planner_died(self, planner: Handle, reason: str) -> None:
         """In the control plane's thread."""
         with self._lock:
             if self._closed or planner is not self.planner or not self._ready:
                 return  # one that is being started is missed by who starts it
+            reason = self._why(planner, reason)
             self._ready, self.absent = False, f"the planner, which is being started again ({reason})"
         threading.Thread(target=self._start_again, args=(reason,), name="overlord-planner-again", daemon=True).start()
+
+    def _why(self, planner: Handle | None, reason: str) -> str:
+        """What it died of: one that was killed here has done something else before."""
+        of, why = self._ended_for
+        return why if of is planner else self._starts.why(PLANNER, reason)
 
     def _start_again(self, reason: str) -> None:
         since = time.monotonic()
@@ -120,11 +136,13 @@ class Parts:
             log.warning("the planner is lost: %s; it is started again", reason)
             try:
                 self._reason = f"the planner was lost: {reason}"
-                self._start_planner()
+                behind = self._start_planner()
                 self._is_ready()
-                return self._was_mended({"part": PLANNER, "reason": reason, "seconds": time.monotonic() - since})
+                return self._was_mended({"part": PLANNER, "reason": reason, "seconds": time.monotonic() - since, "step": behind})
             except Exception as fault:
-                reason = fault.reason if isinstance(fault, ActorLost) and fault.name == PLANNER else f"{type(fault).__name__}: {fault}"
+                reason = f"{type(fault).__name__}: {fault}"
+                if isinstance(fault, ActorLost) and fault.name == PLANNER:
+                    reason = self._why(self.planner, fault.reason)
                 self._end_planner()
         return None
 
@@ -144,19 +162,33 @@ class Parts:
         self._news.do(lambda: self._told(("over", error)))
 
     def _beats(self) -> None:
-        """A planner that answers nothing is killed; then it is missed like any other."""
-        every, silent, beat, of = self.blueprint.options.lost_after_s / TICKS, 0, Future[Any](), self._beating
-        beat.set_result(True)  # one who is being started is watched too, once its process is there
-        while not self._stop.wait(every):
+        """A planner that answers nothing, or does nothing, is killed; then it is missed like any other. One who is being started is watched
+        too, once its process is there."""
+        lost_after_s = self.blueprint.options.lost_after_s
+        still, beat, of = 0, Future[Any](), self._beating
+        beat.set_result(True)
+        while not self._stop.wait(lost_after_s / TICKS):
+            self._end_stopped()
             planner = self._beating
-            if planner is not of or beat.done():
-                silent, of = 0, planner
-                if planner is not None:
-                    beat = self.control.call(planner, "beat")
-            elif (silent := silent + 1) >= TICKS and planner is not None:
-                log.warning("the planner does not answer for %.1f s and is killed", self.blueprint.options.lost_after_s)
-                with contextlib.suppress(OverlordError):
-                    self.control.kill(planner)
+            still = 0 if planner is not of or _moves(beat) else still + 1
+            if still >= TICKS and planner is not None:
+                what = "it plans, and does not come to an end" if beat.done() else "it answered nothing"
+                self._end_for(planner, f"{what} for {lost_after_s:g} s")
+            if (planner is not of or beat.done()) and planner is not None:
+                beat = self.control.call(planner, "beat")
+            of = planner
+
+    def _end_stopped(self) -> None:
+        for handle in self._starts.look():
+            log.warning("%s is killed: it was stopped while it was being started", handle.name)
+            with contextlib.suppress(OverlordError):
+                self.control.kill(handle)
+
+    def _end_for(self, planner: Handle, why: str) -> None:
+        log.warning("the planner is killed: %s", why)
+        self._ended_for = (planner, why)
+        with contextlib.suppress(OverlordError):
+            self.control.kill(planner)
 
     # asking
 
@@ -245,6 +277,8 @@ class Parts:
     def _start(self, planner: Handle, ticket: int, start: Callable[[], Handle]) -> None:
         try:
             host = start()
+            if host is not self.hosts.get(host.name):
+                self._starts.watch(host)
         except Exception as fault:
             self.control.tell(planner, "died", ticket, f"it could not be started: {fault}", fault)
             return
@@ -259,7 +293,7 @@ class Parts:
 
         def died(host: Handle, reason: str) -> None:
             if planner is self.planner and not self._closed:
-                self.control.tell(planner, "died", ticket, reason, fault_of(self.control, host))
+                self.control.tell(planner, "died", ticket, self._starts.why(host.name, reason), fault_of(self.control, host))
 
         self.control.on_death(host, died)
 
@@ -293,3 +327,8 @@ class Parts:
         self.control.shutdown(LEAVE_S)
         self._work.close()
         self._news.close()
+
+
+def _moves(beat: Future[Any]) -> bool:
+    """Whether a planner has answered, and has done something since it did before."""
+    return beat.done() and (beat.exception() is not None or bool(beat.result()))

@@ -64,7 +64,9 @@ class PlannerActor:
         self._peers = Peers(end=lambda name, ticket, why: self._say("kill", ticket, name), cut=self._cut)
         self._starter = Asking(self._peers, self._say, kit.hosting, kit.token)
         self._host: PlannerHost
-        self._closed = False
+        self._closed = self._opens_journal = self._beats_pump = False
+        self._ran = threading.Event()
+        self._ran.set()
         self._told: Finish | None = None
         self._acked = -2
         self._watched = kit.watched
@@ -76,7 +78,17 @@ class PlannerActor:
         return self._peers.address, self._peers.token
 
     def beat(self) -> bool:
+        """Whether the pump has run since this was asked last: a planner whose pump stands is of no use, though its process lives. One that
+        waits for its journal is not to be killed for it: another would wait for the same disk, and trainers are told what it is."""
+        if not self._ran.is_set():
+            return self._writes()
+        if self._beats_pump:
+            self._ran.clear()
+            self._pump.post(self._ran.set)
         return True
+
+    def _writes(self) -> bool:
+        return self._opens_journal or self._host.journal.settling
 
     def events(self) -> Future[list[Any]]:
         return self._events.ask()
@@ -93,21 +105,22 @@ class PlannerActor:
     def died(self, ticket: int, reason: str, fault: BaseException | None = None) -> None:
         self._peers.died(ticket, reason, fault)
 
-    def begin(self) -> Future[StreamState]:
-        """Start the hosts, or take over those that live; answered with the state at which planning begins."""
-        begun = Future[StreamState]()
+    def begin(self) -> Future[int]:
+        """Start the hosts, or take over those that live; answered with the step behind which planning begins."""
+        begun = Future[int]()
         threading.Thread(target=self._begin, args=(begun,), name="overlord-begin", daemon=True).start()
         return begun
 
-    def _begin(self, begun: Future[StreamState]) -> None:
+    def _begin(self, begun: Future[int]) -> None:
         try:
             self._host = self._make_host()
             self._host.on_stage.append(self._staged)
             self._host.on_lost.append(lambda event: self._events.put(("lost", event)))
             self._host.on_taken = self._taken
-            state = self._host.planner.state()
+            behind = self._host.past.acked
             self._pump.start(self._broke, self._after_turn)
-            begun.set_result(state)
+            self._beats_pump = True
+            begun.set_result(behind)
         except BaseException as fault:
             begun.set_exception(fault)
 
@@ -138,14 +151,17 @@ class PlannerActor:
         """Before anything is planned: where the stream begins is written down."""
 
         def act() -> None:
-            host = self._host
-            if not isinstance(host.journal, Journal):
-                host.journal, _ = Journal.resumed(self._where_journal, self._kit.blueprint.job.name)
-                host.journal.start(self._pump.post)
-            if anew:
-                host.journal.rewound(host.planner.state(), host.blueprint, floor)
-            else:
-                host.journal.begin(host.planner.state(), host.blueprint)
+            host, self._opens_journal = self._host, True
+            try:
+                if not isinstance(host.journal, Journal):
+                    host.journal, _ = Journal.resumed(self._where_journal, self._kit.blueprint.job.name)
+                    host.journal.start(self._pump.post)
+                if anew:
+                    host.journal.rewound(host.planner.state(), host.blueprint, floor)
+                else:
+                    host.journal.begin(host.planner.state(), host.blueprint)
+            finally:
+                self._opens_journal = False
 
         return self._in_pump(act)
 
@@ -246,7 +262,9 @@ class PlannerActor:
 
     # what people ask
 
-    def waiting_for(self, rank: int) -> Future[str]:
+    def waiting_for(self, rank: int) -> str | Future[str]:
+        if self._writes():
+            return "an event to be written to the journal"  # the pump waits for it, and cannot say so
         return self._in_pump(lambda: self._host.waiting_for(rank))
 
     def figures(self) -> Future[dict[str, Any]]:

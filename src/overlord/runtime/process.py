@@ -74,8 +74,8 @@ class ProcessHost(Joining):
         blueprint = self.blueprint = blueprint.with_loaders(self.hosting.loaders, read_ahead_of(self.hosting))
         self.planner = blueprint.planner(state)
         self.fails_over = blueprint.options.failover and blueprint.options.constructors
-        self._keep_past(blueprint)
         self._control, self._pump, self._number = control, pump, generation
+        self._keep_past(blueprint)
         self._token = secrets.token_urlsafe(24) if starter is None else starter.token
         self.plans = KeptPlans()
         self.on_stage: list[Callable[[Stage], None]] = []
@@ -145,6 +145,7 @@ class ProcessHost(Joining):
 
     def _watched(self, handle: Handle, *, joined: bool = True, incarnation: int = 0) -> Remote:
         remote = Remote(handle, joined=joined, incarnation=incarnation)
+        self._starts.watch(handle)
         self._control.on_death(remote.handle, lambda handle, reason: self._pump.post(lambda: self._lost(remote, reason)))
         self._listen(remote, "events")
         return remote
@@ -350,8 +351,9 @@ class ProcessHost(Joining):
         step, ends = stage.plan.step, self.planner.finished
         if (ends is not None and step >= ends.step) or (first := self._note_stage(stage)) is None:
             return
-        if first:
+        if first or not self.plans.of(step):  # one that was planned before by a planner that is gone is known here since now
             self.plans.keep(stage)
+        if first:
             for watcher in self.on_stage:
                 watcher(stage)
         self._send_cuts(self._cutter.cut(stage, seal(stage.after), self._served > 0, self.past.acked))

@@ -44,6 +44,7 @@ from overlord.runtime.control import Handle
 from overlord.runtime.local import Pump
 from overlord.runtime.shadowing import Shadowing
 from overlord.runtime.starting import Starter
+from overlord.runtime.stopped import Starts
 
 log = logging.getLogger("overlord")
 
@@ -79,6 +80,7 @@ class Recovering(Shadowing):
         self._base = 0  # generation of the last time
         self.recoveries: list[dict[str, Any]] = []
         self._ticking = False
+        self._starts = Starts(self._control, options.lost_after_s)
         self._stop_ticking: Callable[[], None] = lambda: None
 
     def _watch_all(self) -> None:
@@ -109,6 +111,9 @@ class Recovering(Shadowing):
         if self._closed:
             return
         now = self._machine.now()
+        for handle in self._starts.look():
+            log.warning("%s is killed: it was stopped while it was being started", handle.name)
+            self._machine.thread(lambda h=handle: self._kill(h), f"overlord kill {handle.name}")  # type: ignore[misc]
         for remote in self._processes():
             if remote.lost or not remote.joined:
                 continue
@@ -190,7 +195,9 @@ class Recovering(Shadowing):
             start = self._constructor_again if kind == "constructor-host" else self._loader_host_again
             remote = start(int(number), incarnation)
         except Exception as fault:
-            reason = fault.reason if isinstance(fault, ActorLost) and fault.name == name else f"{type(fault).__name__}: {fault}"
+            reason = f"{type(fault).__name__}: {fault}"
+            if isinstance(fault, ActorLost) and fault.name == name:
+                reason = self._starts.why(name, fault.reason)
             self._pump.post(lambda: self._not_there(name, incarnation, reason))
         else:
             self._pump.post(lambda: self._is_there(remote))
@@ -282,8 +289,8 @@ class Recovering(Shadowing):
         self._take_place(remote)
         self._link_again(remote)
         remote.out.append(Back(self._base, self.planner.next_step - 1))
-        self._follow_from_here(self._fill_shadows(only=int(name.partition("/")[2])))
-        log.warning("%s is there again; it stands by", name)
+        self._follow_from_here(followed := self._fill_shadows(only=int(name.partition("/")[2])))
+        log.warning("%s is there again; it stands by for %d loaders", name, len(followed))
         self.run()
 
     def _planner_at(self, state: StreamState) -> Planner:

@@ -26,6 +26,7 @@ class Unwritten:
     """The journal of a job that has none; what the others do is said in ``runtime/journalling.py``."""
 
     failed: JournalError | None = None
+    settling = False  # an event waits to be durable, and the pump with it
     heard: Callable[[], None] = staticmethod(lambda: None)  # in the pump: something became durable, or cannot
 
     def start(self, post: Callable[[Callable[[], None]], None]) -> None:
