@@ -16,9 +16,10 @@ from typing import Any
 from overlord.client.remote import RemoteInbox
 from overlord.journal.writer import Writer
 from overlord.loader.loader import Loader
-from overlord.messages import Announce, Back, Cursor, Handed
+from overlord.messages import Announce, Back, Cursor, Handed, Payload
 from overlord.planner.mixture import Mixture
 from overlord.planner.planner import Planner
+from overlord.recovery import STRIDE
 from overlord.recovery.past import Past
 from overlord.recovery.replay import Recovered
 from overlord.runtime import plannerhost, recovering, resuming
@@ -26,6 +27,7 @@ from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.constructorhost import ConstructorHost
 from overlord.runtime.delivery import Outbox
 from overlord.runtime.gathering import Gathering
+from overlord.runtime.journalling import Journal
 from overlord.runtime.loaderhost import LoaderHost
 from overlord.simulation.running import Verdict, run_seed
 from overlord.simulation.scenario import Scenario, draw
@@ -216,48 +218,86 @@ def _forget_members(real: Any) -> Any:
     return take_place
 
 
+def _hear_old_payload(real: Any) -> Any:
+    def payload(self: Gathering, payload: Payload) -> Any:
+        return real(self, replace(payload, generation=max(payload.generation, self._recovery * STRIDE)))
+
+    return payload
+
+
+def _placed_and_forgetful(real: Any) -> Any:
+    def placed(self: Blueprint, place: Any) -> Blueprint:
+        other = real(self, place)
+        other.was_placed = True
+        return other  # type: ignore[no-any-return]
+
+    return placed
+
+
+def _owes_nothing(real: Any) -> Any:
+    """Under a new mesh the sources owe each other nothing."""
+
+    def planner(self: Blueprint, state: Any = None) -> Planner:
+        if getattr(self, "was_placed", False) and state is not None:
+            state = replace(state, owed=tuple(0 for _ in state.owed))
+        return real(self, state)  # type: ignore[no-any-return]
+
+    return planner
+
+
+def _not_anew(real: Any) -> Any:
+    def rewound(self: Journal, state: Any, blueprint: Any, floor: int = 0) -> None:
+        self.begin(state, blueprint)
+
+    return rewound
+
+
+def _reshards(scenario: Scenario) -> bool:
+    return any(fault.kind == "reshard" for fault in scenario.faults)
+
+
 MUTANTS = (
     Mutant("drop an ack", "a constructor host overhears every fifth step that a rank took", ((ConstructorHost, "_heard", _drop_acks),), 4),
     Mutant(
         "skip a journal write",
         "every fourth append is said to be durable and is not written",
         ((Writer, "_write", _skip_write),),
-        7,
+        1,
         _journal,
     ),
     Mutant(
         "promote without replay",
         "a new planner goes on behind the last planned step, not the last taken one",
         ((plannerhost, "behind", _trust_the_front),),
-        7,
+        1,
         _journal,
     ),
-    Mutant("reuse a generation", "going back raises no generation", ((recovering, "STRIDE", lambda real: 0),), 0),
+    Mutant("reuse a generation", "going back raises no generation", ((recovering, "STRIDE", lambda real: 0),), 4),
     Mutant(
         "deliver twice",
         "a client that comes again is sent the last step it has, and keeps it",
         ((Outbox, "send_from", _send_again), (RemoteInbox, "_take_in", _deliver_twice)),
-        11,
+        10,
     ),
-    Mutant("cursor off by one", "a source is opened one row too far", ((Blueprint, "openings", _cursor_off_by_one),), 0),
+    Mutant("cursor off by one", "a source is opened one row too far", ((Blueprint, "openings", _cursor_off_by_one),), 1),
     Mutant(
         "hear what is over",
         "announcements of a generation that is over are taken for those of now",
         ((Planner, "handle", _hear_the_past),),
-        21,
+        1,
     ),
     Mutant(
         "lose an event on the way back",
         "reports that came since the state are not planned with again",
         ((Past, "go_back", _lose_reports),),
-        0,
+        15,
         _learns,
     ),
     Mutant(
         "lose an event on replay",
         "reports in the journal are not read",
         ((Recovered, "state", _lose_written),),
-        76,
+        50,
         lambda s: s.learns and s.journal,
     ),
     Mutant(
@@ -278,37 +318,58 @@ MUTANTS = (
         "wrong owner after failover",
         "loaders that come back read their neighbour's share of the chunks",
         ((LoaderHost, "_back", _wrong_owner),),
-        0,
+        1,
     ),
     Mutant(
         "announce half of it again",
         "a loader that goes back says only the second half of what it had said",
         ((Loader, "back", _no_way_back),),
-        0,
+        1,
     ),
     Mutant(
         "ask one step too far",
         "a client that comes again asks for the step after the one it wants",
         ((RemoteInbox, "_connect", _want_one_more),),
-        0,
+        1,
     ),
     Mutant(
         "half a step is enough",
         "after a recovery a constructor builds without the payload of the last loader host",
         ((Gathering, "plan", _half_a_step),),
-        0,
+        1,
     ),
     Mutant(
         "forget what is owed",
         "planning again begins with the accounts of the sources mixed up",
         ((recovering.Recovering, "_planner_at", _other_seed),),
-        0,
+        1,
     ),
     Mutant(
         "forget who takes part",
         "a constructor that was started again serves every other rank",
         ((recovering.Recovering, "_take_place", _forget_members),),
-        0,
+        6,
+    ),
+    Mutant(
+        "hear old payload",
+        "payload of a generation that is over is taken for that of now",
+        ((Gathering, "payload", _hear_old_payload),),
+        114,
+        lambda s: s.options["shadows"] != "none",
+    ),
+    Mutant(
+        "draw anew under another mesh",
+        "behind a change of the mesh what sources owe each other is forgotten",
+        ((Blueprint, "placed", _placed_and_forgetful), (Blueprint, "planner", _owes_nothing)),
+        4,
+        _reshards,
+    ),
+    Mutant(
+        "keep the old mesh's journal",
+        "a rewind or a change of the mesh is not written: whoever comes back reads the plans before it",
+        ((Journal, "rewound", _not_anew),),
+        4,
+        lambda s: s.journal and any(fault.kind in ("reshard", "rewind") for fault in s.faults),
     ),
 )
 

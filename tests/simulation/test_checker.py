@@ -11,10 +11,11 @@ from functools import lru_cache
 
 import pytest
 
-from overlord.simulation.checker import Checker
+from overlord.simulation.checker import Checker, References
 from overlord.simulation.cluster import Cluster
+from overlord.simulation.faults import Fault
 from overlord.simulation.history import Event, History, Seen
-from overlord.simulation.running import facts_of, undisturbed
+from overlord.simulation.running import facts_of, references, undisturbed
 from overlord.simulation.scenario import Scenario, draw
 
 SEED = 5
@@ -40,7 +41,8 @@ def verdict(change: Callable[[list[Event]], list[Event]], *, reference: bool = T
     found = change(list(events))
     if not reference:  # what the checker finds without anything to compare with
         ours = {(e.rank, e.step): e.seen for e in found if e.seen is not None}
-    return Checker(facts_of(scenario()), ours).check(History(found))
+    facts = facts_of(scenario())
+    return Checker(facts, {facts.mesh: ours}).check(History(found))
 
 
 def at(events: list[Event], rank: int, step: int, what: str = "deliver") -> int:
@@ -138,6 +140,50 @@ def test_a_mixture_that_drifts_is_found() -> None:
 
     found = verdict(with_seen(2, drifts), reference=False)
     assert any("against its weight" in words for words in found)
+
+
+@lru_cache(maxsize=1)
+def resharded() -> tuple[tuple[Event, ...], References]:
+    """Behind some step the mesh of 2 x 2 ranks becomes one of 3."""
+    fault = Fault("reshard", "job", 8, after_s=0.0, patience_s=1.0, seconds=0.0, which=2)
+    logging.disable(logging.CRITICAL)
+    try:
+        history = Cluster(replace(scenario(), faults=(fault,))).run()
+        return tuple(history.events), references(scenario(), history)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def of_resharded(change: Callable[[Event], Event], reference: Callable[[References], References] = lambda r: r) -> list[str]:
+    events, ours = resharded()
+    return Checker(facts_of(scenario()), reference(ours)).check(History([change(e) for e in events]))
+
+
+def test_a_change_of_the_mesh_is_clean_and_both_meshes_were_seen() -> None:
+    events, _ = resharded()
+    [change] = [e for e in events if e.what == "reshard"]
+    assert change.words == "dp=3 cp=1 tp=1 pp=1"
+    assert {e.rank for e in events if e.what == "deliver" and e.step < change.step} == {0, 1, 2, 3}
+    assert {e.rank for e in events if e.what == "deliver" and e.step >= change.step} == {0, 1, 2}
+    assert of_resharded(lambda e: e) == []
+
+
+@pytest.mark.parametrize(("late", "words"), [(1, "steps are lost"), (-1, "steps come again")])
+def test_a_mesh_that_changes_at_another_step_than_ranks_stand_at_is_found(late: int, words: str) -> None:
+    found = of_resharded(lambda e: replace(e, step=e.step + late) if e.what == "reshard" else e)
+    assert any(words in said for said in found)
+
+
+def test_samples_that_are_others_under_the_new_mesh_are_found_though_its_own_run_has_them_too() -> None:
+    def other(seen: Seen) -> Seen:
+        return replace(seen, samples=tuple(tuple(s._replace(epoch=s.epoch + 1) for s in mb) for mb in seen.samples))
+
+    def redrawn(references: References) -> References:
+        new = "dp=3 cp=1 tp=1 pp=1"
+        return {**references, new: {at: other(seen) if at[1] == 20 else seen for at, seen in references[new].items()}}
+
+    found = of_resharded(lambda e: replace(e, seen=other(e.seen)) if e.seen is not None and e.step == 20 else e, redrawn)
+    assert any("step 20, under dp=3" in said and "is missing" in said for said in found)
 
 
 @pytest.mark.parametrize("module", ["overlord.simulation.checker", "overlord.simulation.history"])

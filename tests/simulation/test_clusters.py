@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from overlord.loader import reader
 from overlord.simulation.faults import KINDS
 from overlord.simulation.running import run_seed
 from overlord.simulation.scenario import STEPS, draw
@@ -50,6 +52,13 @@ def test_a_seed_replays_exactly_in_another_process() -> None:
     env = {**os.environ, "PYTHONHASHSEED": "77"}
     there = subprocess.run([sys.executable, "-c", code, *map(str, seeds)], env=env, capture_output=True, text=True, check=True, timeout=120)
     assert there.stdout.split() == [run_seed(s).history.digest() for s in seeds]
+
+
+def test_a_seed_is_the_same_on_a_machine_whose_clock_runs_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaders size what they evaluate by what it costs, and that is measured."""
+    before = run_seed(24).history.digest()
+    monkeypatch.setattr(reader.time, "perf_counter", itertools.count(0.0, 0.05).__next__)
+    assert run_seed(24).history.digest() == before
 
 
 def test_seeds_draw_what_is_promised() -> None:

@@ -13,7 +13,7 @@ from overlord.simulation.disk import SimDisk
 from overlord.simulation.history import History
 from overlord.simulation.launched import Launched
 from overlord.simulation.net import Net
-from overlord.simulation.scenario import STEPS, Scenario
+from overlord.simulation.scenario import STEPS, Scenario, shown, tree_of
 from overlord.simulation.striking import Script
 from overlord.simulation.trainers import Trainer
 from overlord.simulation.virtual import SimMachine
@@ -21,8 +21,8 @@ from overlord.simulation.world import World
 
 log = logging.getLogger("overlord")
 
-GIVE_UP_S = 600.0  # of virtual time without a step on any rank: far beyond what the checker allows
-MAX_EVENTS = 400_000
+GIVE_UP_S = 300.0  # of virtual time without a step on any rank: far beyond what the checker allows
+MAX_EVENTS = 100_000
 LATE_REPORTS, LATE_S = 50, 0.02  # how often trainers repeat themselves after a fault, and how quickly
 
 
@@ -38,6 +38,7 @@ class Cluster:
         self.blueprint = Blueprint(job, Options.of(scenario.options))
         self.prefetch = self.blueprint.options.prefetch
         self.session = self.first = 0
+        self.mesh, self._stop_at = scenario.mesh, STEPS  # the first step that trainers do not take, since the mesh is about to change
         self.ranks = list(range(job.place.world_size))
         self.taken: dict[int, int] = {}
         self.states: dict[int, StreamState | Sealed] = {}  # behind each step, as its trainers would save it
@@ -48,7 +49,7 @@ class Cluster:
         self.launched = Launched(self, None, 0)
         for rank in self.ranks:
             self.seat(rank, 0)
-        self._quiet = False
+        self._quiet, self._launches = False, 0  # that failed since the last step
         self.script = Script(self, scenario.faults if faults else ())
 
     # trainers
@@ -63,7 +64,7 @@ class Cluster:
         return self.launched.address_for(rank)
 
     def took(self, rank: int, step: int, after: StreamState | Sealed) -> None:
-        self.taken[rank] = step
+        self.taken[rank], self._launches = step, 0
         self.states[step] = after
 
     def reports(self, rank: int, step: int) -> None:
@@ -103,7 +104,8 @@ class Cluster:
         """A part was lost before the job had begun: whoever launches it is told so, and does it again."""
         if self.launched is launched:
             self.history.add(self.world.now, "launch", session=self.session, words=f"failed: {error}")
-            self.world.at(0.5, lambda: self._launch_again(launched), None)
+            self._launches += 1
+            self.world.at(min(5.0, 0.5 * 2 ** (self._launches // 8)), lambda: self._launch_again(launched), None)
 
     def _launch_again(self, launched: Launched) -> None:
         if self.launched is not launched:
@@ -164,6 +166,34 @@ class Cluster:
         self.launched = Launched(self, state, self.session, anew=True)
         return True
 
+    def reshard(self, which: int) -> bool:
+        """All trainers stop behind the last step that one of them was handed, and go on as another mesh. True once they do."""
+        if self.launched.host is None or not self.taken:
+            return False
+        if self._stop_at == STEPS:
+            self._stop_at = 1 + max(self.taken.get(rank, -1) for rank in self.ranks)
+        if self._stop_at >= STEPS or any(self.taken.get(rank, -1) + 1 != self._stop_at for rank in self.ranks) or not self._stop_at:
+            return False
+        state = self._saved(self._stop_at - 1)
+        self._end_trainers()
+        self.launched.end()
+        self.session += 1
+        self.mesh = self.scenario.other_mesh(self.mesh, which)
+        self.blueprint = self.blueprint.placed(tree_of(self.mesh))
+        self.ranks = list(range(self.blueprint.job.place.world_size))
+        self._stand_at("reshard", state.step)
+        self.launched = Launched(self, state, self.session, anew=True)
+        return True
+
+    def holds(self, step: int) -> bool:
+        return step >= self._stop_at
+
+    def call_off(self) -> None:
+        """The mesh stays what it is."""
+        self._stop_at = STEPS
+        for trainer in self.trainers.values():
+            trainer.release()
+
     def restart(self, *, failed: bool = False) -> bool:
         """Everything is killed and the job is started again, from its journal: trainers ask it where they are."""
         if (self.launched.host is None and not failed) or self.disk is None:
@@ -187,10 +217,10 @@ class Cluster:
             trainer.process.kill()
 
     def _stand_at(self, what: str, step: int) -> None:
-        self.first = step
+        self.first, self._stop_at = step, STEPS
         self.states = {s: after for s, after in self.states.items() if s < step}
         self.taken = dict.fromkeys(self.ranks, step - 1)
-        self.history.add(self.world.now, what, step=step, session=self.session)
+        self.history.add(self.world.now, what, step=step, session=self.session, words=shown(self.mesh) if what == "reshard" else "")
         for rank in self.ranks:
             self.seat(rank, step)
 
@@ -211,12 +241,17 @@ class Cluster:
 
     def run(self) -> History:
         try:
-            moved, at = 0.0, -1
-            while not self.over and self.world.happened < MAX_EVENTS and self.world.step():
-                if self.slowest != at:
-                    moved, at = self.world.now, self.slowest
-                    self.script.look()
-                if self.world.now - moved > GIVE_UP_S:
+            world, seen = self.world, self.history.events
+            n, moved, at = -1, 0.0, -1
+            while world.happened < MAX_EVENTS and world.now - moved <= GIVE_UP_S:
+                if len(seen) != n:  # nothing else says that a rank has moved on, or that all have ended
+                    n, slowest = len(seen), self.slowest
+                    if self.over:
+                        break
+                    if slowest != at:
+                        moved, at = world.now, slowest
+                        self.script.look()
+                if not world.step():
                     break
         finally:
             self.world.close()

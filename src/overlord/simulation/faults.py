@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # A fault, and the roles it may strike.
 KINDS: dict[str, tuple[str, ...]] = {
@@ -18,6 +18,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "disk full": ("planner",),
     "restart": ("trainer", "job"),
     "rewind": ("job",),
+    "reshard": ("job",),  # trainers stop behind a step and go on as another mesh: ranks leave, ranks join
     "leave": ("trainer",),
     "slow trainer": ("trainer",),
 }
@@ -42,13 +43,36 @@ class Fault:
         return f"behind step {self.step} + {self.after_s * 1000:.0f} ms: {self.kind}, {self.role} {self.which}{lasts}"
 
 
+DRAWN_APART = ("reshard",)  # with what overlaps; so that seeds which failed before there were such faults draw what they drew then
+
+
 def draw_faults(r: random.Random, steps: int, *, journal: bool) -> tuple[Fault, ...]:
     """Some classes of faults, and between 3 and 8 of them, over the first two thirds of the run."""
-    every = [(k, role) for k, roles in KINDS.items() for role in roles if journal or role not in NEEDS_JOURNAL or k == "rewind"]
+    kinds = {k: roles for k, roles in KINDS.items() if k not in DRAWN_APART}
+    every = [(k, role) for k, roles in kinds.items() for role in roles if journal or role not in NEEDS_JOURNAL or k == "rewind"]
     classes = r.sample(every, r.randint(1, 5))
     n = r.randint(3, 8)
     at = sorted(r.randint(-1, steps * 2 // 3) for _ in range(n))
     return tuple(_fault(r, r.choice(classes), step) for step in at)
+
+
+def draw_reshards(r: random.Random, steps: int, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
+    """The script with one to three changes of the mesh among its faults."""
+    more = [_fault(r, ("reshard", "job"), r.randint(0, steps * 2 // 3)) for _ in range(r.choice((1, 1, 2, 3)))]
+    return tuple(sorted((*faults, *more), key=lambda fault: fault.step))
+
+
+def draw_overlaps(r: random.Random, steps: int, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
+    """The script with loader hosts that die while the links of others are slow. Where stand-bys take their place, others send payload for
+    the steps that are under way than before, and what was sent before comes later than the plans that are made then."""
+    more = []
+    for step in (r.randint(0, steps * 2 // 3) for _ in range(2)):
+        slow, kill = (_fault(r, (kind, "loader"), step) for kind in ("slow link", "kill"))
+        more += [
+            replace(slow, seconds=r.uniform(1.0, 2.0), factor=50.0, after_s=0.0, patience_s=0.05),
+            replace(kill, after_s=r.random() * 0.1),
+        ]
+    return tuple(sorted((*faults, *more), key=lambda fault: fault.step))
 
 
 def _fault(r: random.Random, what: tuple[str, str], step: int) -> Fault:

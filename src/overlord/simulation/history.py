@@ -37,11 +37,14 @@ class Seen:
         for mb in step:
             told, rows = mb._told, mb._rows
             samples.append(tuple(Sample(*row) for row in told.table[rows, :5].tolist()))
+            held: tuple[int, ...] | None = None
             for key, array in mb.items():
                 keys[key] = None
                 hashed.update(f"{key} {array.dtype.str} {array.shape}".encode())
                 hashed.update(array.tobytes())
-            tokens.append(tuple(mb["tokens"].ravel().tolist()) if "tokens" in mb else None)
+                if key == "tokens":
+                    held = tuple(array.ravel().tolist())
+            tokens.append(held)
             hashed.update(b"|")
         hashed.update(f"{step.global_valid_tokens}".encode())
         return Seen(step.rank, step.step, tuple(samples), tuple(tokens), tuple(keys), hashed.hexdigest())
@@ -49,13 +52,14 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """``what``: begin (a trainer asks from ``step`` on), deliver, took, end, error, leave, fault, calm, rewind, restart."""
+    """``what``: begin (a trainer asks from ``step`` on), deliver, took, end, error, leave, fault, calm, rewind, restart,
+    reshard (``words`` is the mesh from here on)."""
 
     t: float
     what: str
     rank: int = -1
     step: int = -1
-    session: int = 0  # of the steps: rises with every rewind or restart of the job
+    session: int = 0  # of the steps: rises with every rewind, reshard or restart of the job
     seen: Seen | None = None
     words: str = ""
 

@@ -54,7 +54,7 @@ class Launched:
         self.said: dict[tuple[int, int], Report] = {}
         self.incarnation, self.over = -1, False
         self.blueprint, self.hosting = cluster.blueprint, hosting_of(cluster.blueprint)
-        self.constructor_of = (np.arange(cluster.scenario.mesh[0]) % n_constructors(cluster.blueprint)).tolist()
+        self.constructor_of = (np.arange(cluster.mesh[0]) % n_constructors(cluster.blueprint)).tolist()
         self._bucket_of = {rank: b for b, ranks in enumerate(cluster.blueprint.job.place.buckets("DP")) for rank in ranks}
         self.token = secrets.token_urlsafe(24)
         self._given = self._initial = state

@@ -27,8 +27,9 @@ class Wire:
         net.wires.append(self)
 
     def send(self, arrive: Callable[[], None]) -> None:
-        world = self._net.world
-        slow = self.slow * self._net.slow.get(self.source, 1.0) * self._net.slow.get(self.target, 1.0)
+        world, slow = self._net.world, self.slow
+        if self._net.slow:
+            slow *= self._net.slow.get(self.source, 1.0) * self._net.slow.get(self.target, 1.0)
         self._last = max(self._last, world.now + world.delay(HOP_S) * slow)
         world.at(self._last - world.now, lambda: self._arrive(arrive), None)
 

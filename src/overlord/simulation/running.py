@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ from overlord.simulation.checker import Checker, Facts
 from overlord.simulation.cluster import Cluster
 from overlord.simulation.engine import simulate
 from overlord.simulation.history import History, Seen
-from overlord.simulation.scenario import LONGEST, STEPS, Scenario, content, draw
+from overlord.simulation.remembered import remembering
+from overlord.simulation.scenario import LONGEST, MESHES, STEPS, Mesh, Scenario, content, draw, shown, tree_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,20 +46,32 @@ class Verdict:
 TOLD = ("fault", "calm", "rewind", "restart", "error", "launch", "reshard")
 
 
-def undisturbed(scenario: Scenario) -> dict[tuple[int, int], Seen]:
-    """The same job in one process where nothing happens."""
+def undisturbed(scenario: Scenario, mesh: Mesh | None = None) -> dict[tuple[int, int], Seen]:
+    """The same job in one process where nothing happens, under one mesh from its first step to its last."""
     report = scenario.report if scenario.learns else None
-    run = simulate(scenario.job(), seed=1, report=report, prefetch=scenario.options["prefetch"])
+    run = simulate(scenario.job(mesh), seed=1, report=report, prefetch=scenario.options["prefetch"])
     return {(rank, step.step): Seen.of(step) for rank, steps in run.steps.items() for step in steps}
 
 
 def facts_of(scenario: Scenario) -> Facts:
-    place = scenario.job().place
     return Facts(
-        rows=scenario.rows, content=content, weights=scenario.weights, coords={r: place.coords(r) for r in range(place.world_size)},
+        rows=scenario.rows, content=content, weights=scenario.weights, mesh=shown(scenario.mesh),
+        places={shown(mesh): _coords(mesh) for mesh in (scenario.mesh, *MESHES)},
         steps=STEPS, samples=scenario.samples, steady=scenario.steady, longest=LONGEST,
         prefixes=scenario.look_ahead == 1 and scenario.overflow == "grow",
     )  # fmt: skip
+
+
+def _coords(mesh: Mesh) -> dict[int, dict[str, int]]:
+    place = tree_of(mesh)
+    return {rank: dict(place.coords(rank)) for rank in range(place.world_size)}
+
+
+def references(scenario: Scenario, history: History) -> dict[str, dict[tuple[int, int], Seen]]:
+    """An undisturbed run for every mesh that the history has."""
+    named = {shown(mesh): mesh for mesh in MESHES}
+    later = {e.words: named[e.words] for e in history.events if e.what == "reshard"}
+    return {name: undisturbed(scenario, mesh) for name, mesh in {shown(scenario.mesh): scenario.mesh, **later}.items()}
 
 
 @contextmanager
@@ -73,11 +87,23 @@ def _without_dateutil() -> Iterator[None]:
             del sys.modules["dateutil"]
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """What a run leaves behind is small, and is collected after it: not again and again in the middle of it."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
 def run_scenario(scenario: Scenario) -> Verdict:
-    with _without_dateutil():
+    with _without_dateutil(), _without_collections(), remembering():
         cluster = Cluster(scenario)
         history = cluster.run()
-        found = Checker(facts_of(scenario), undisturbed(scenario)).check(history)
+        found = Checker(facts_of(scenario), references(scenario, history)).check(history)
     return Verdict(scenario, found, history, cluster.world.now)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from overlord.job import Batch, Job, Source
 from overlord.placetree import ClientPlaceTree
 from overlord.planner.odm import odm
 from overlord.planner.schedules import staged
-from overlord.simulation.faults import Fault, draw_faults
+from overlord.simulation.faults import Fault, draw_faults, draw_overlaps, draw_reshards
 from overlord.transforms.base import Tokens
 
 STEPS = 30
@@ -30,6 +30,9 @@ MESHES = (
     (4, 1, 1, 1),
     (1, 2, 1, 2),
 )  # dp, cp, tp, pp
+Mesh = tuple[int, int, int, int]
+RESHARDS, OVERLAPS = 0.3, 0.5  # how many seeds have such faults, of those that can
+SALT = 17  # with it seeds that failed before there were such faults have none of them
 STRATEGIES = ("vanilla", "packed", "llm_balance", "backbone_balance")
 
 
@@ -59,7 +62,7 @@ class Scenario:
     weights: tuple[float, ...]
     learns: bool  # the mixture follows what trainers report
     changes: bool  # the mixture changes in mid-run
-    mesh: tuple[int, int, int, int]  # dp, cp, tp, pp
+    mesh: Mesh  # that the job begins with
     samples: int  # of a step; 0: the batch is in tokens
     microbatches: int
     strategy: str
@@ -86,8 +89,12 @@ class Scenario:
         """The weights are the sources' own from the first step to the last."""
         return not self.learns and not self.changes
 
-    def job(self) -> Job:
-        dp, cp, tp, pp = self.mesh
+    def other_mesh(self, now: Mesh, which: int) -> Mesh:
+        """What a reshard changes the mesh to."""
+        others = [mesh for mesh in MESHES if mesh != now]
+        return others[which % len(others)]
+
+    def job(self, mesh: Mesh | None = None) -> Job:
         sources = [
             Source.from_factory(
                 name, Rows(i, self.rows[i]), shards=len(self.rows[i]), fingerprint=f"{self.rows[i]}", weight=self.weights[i],
@@ -97,7 +104,7 @@ class Scenario:
         ]  # fmt: skip
         size: dict[str, Any] = {"samples": self.samples} if self.samples else {"tokens": 72}
         return Job(
-            name="simulated", sources=sources, place=ClientPlaceTree(dp=dp, cp=cp, tp=tp, pp=pp), seed=self.seed % 1009,
+            name="simulated", sources=sources, place=tree_of(mesh or self.mesh), seed=self.seed % 1009,
             batch=Batch(microbatches=self.microbatches, context=32, **size), mixture=self._mixture(), strategy=self.strategy,
             until=STEPS, look_ahead=self.look_ahead, overflow=self.overflow, shuffle_chunks=self.shuffle_chunks,
             slice_rows=self.slice_rows, feedback_lag=self.options["prefetch"] + 2, max_age=4,
@@ -116,17 +123,25 @@ class Scenario:
         return {f"loss/{name}": 1.0 + ((step * 7 + rank * 3 + i * 5) % 11) / 4 for i, name in enumerate(self.names)}
 
     def __str__(self) -> str:
-        dp, cp, tp, pp = self.mesh
         size = f"{self.samples} samples" if self.samples else "72 tokens"
         mixture = "learned" if self.learns else "staged" if self.changes else "fixed"
         said = [
             f"seed {self.seed}: {len(self.rows)} sources of {[sum(r) for r in self.rows]} rows in {[len(r) for r in self.rows]} shards, "
             f"weights {list(self.weights)} ({mixture})",
-            f"  mesh dp={dp} cp={cp} tp={tp} pp={pp}, {size} a step, {self.microbatches} microbatches, {self.strategy}, "
+            f"  mesh {shown(self.mesh)}, {size} a step, {self.microbatches} microbatches, {self.strategy}, "
             f"look-ahead {self.look_ahead}, overflow {self.overflow}, groups of {self.shuffle_chunks}, slices of {self.slice_rows}",
             f"  {', '.join(f'{k}={v}' for k, v in self.options.items())}, journal {'yes' if self.journal else 'no'}",
         ]
         return "\n".join(said + [f"  {fault}" for fault in self.faults])
+
+
+def tree_of(mesh: Mesh) -> ClientPlaceTree:
+    dp, cp, tp, pp = mesh
+    return ClientPlaceTree(dp=dp, cp=cp, tp=tp, pp=pp)
+
+
+def shown(mesh: Mesh) -> str:
+    return " ".join(f"{axis}={n}" for axis, n in zip(("dp", "cp", "tp", "pp"), mesh, strict=True))
 
 
 def draw(seed: int) -> Scenario:
@@ -150,13 +165,25 @@ def draw(seed: int) -> Scenario:
         "buffer_bytes": r.choice((2**8, 2**12, 2**20)), "lost_after_s": r.choice((1.0, 3.0)),
         "max_restarts": 20, "shadows": "none" if holes else r.choice(("none", "none", "heavy", "all")),
     }  # fmt: skip
-    return Scenario(
+    scenario = Scenario(
         seed=seed, rows=rows, weights=weights, learns=learns, changes=not learns and r.random() < 0.2, mesh=mesh, samples=samples,
         microbatches=r.choice((1, 2, 3)), strategy="look_ahead_balance" if look_ahead > 1 else r.choice(STRATEGIES),
         look_ahead=look_ahead, overflow="defer" if holes and look_ahead == 1 else "grow", shuffle_chunks=r.choice((1, 2, 3, 8)),
         slice_rows=r.choice((4, 8, 16, 32)),
         options=options, journal=journal, outlives=r.random() < 0.5, faults=draw_faults(r, STEPS, journal=journal),
     )  # fmt: skip
+    return replace(scenario, faults=_with_more(scenario, holes))
+
+
+def _with_more(scenario: Scenario, holes: bool) -> tuple[Fault, ...]:
+    """Faults that came later, drawn apart."""
+    r = random.Random(scenario.seed * 2246822519 + SALT)
+    reshards, overlaps, faults = r.random() < RESHARDS, r.random() < OVERLAPS, scenario.faults
+    if overlaps and scenario.options["shadows"] != "none":
+        faults = draw_overlaps(r, STEPS, faults)
+    if reshards and not scenario.learns and not holes:  # there other ranks report other things, or what is left over depends on the mesh
+        faults = draw_reshards(r, STEPS, faults)
+    return faults
 
 
 def _shards(r: random.Random, rows: int) -> tuple[int, ...]:

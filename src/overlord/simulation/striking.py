@@ -62,6 +62,7 @@ class Script:
         elif tries and fault.kind != "leave":
             self._world.at(AGAIN_S, lambda: self._try(fault, tries - 1), None)
         elif fault.kind != "slow link":  # all who could leave have left, perhaps: something else goes wrong instead
+            cluster.call_off()
             self._try(replace(fault, kind="slow link", role="loader", seconds=0.5), TRIES)
         else:
             self._waiting -= 1
@@ -192,6 +193,9 @@ class Script:
 
     def _rewind(self, fault: Fault) -> bool:
         return self._cluster.rewind(fault.which)
+
+    def _reshard(self, fault: Fault) -> bool:
+        return self._cluster.reshard(fault.which)
 
     def _leave(self, fault: Fault) -> bool:
         ranks = self._cluster.ranks

@@ -30,6 +30,7 @@ class Seat(Protocol):
     def took(self, rank: int, step: int, after: StreamState | Sealed) -> None: ...
     def reports(self, rank: int, step: int) -> None: ...
     def failed(self, rank: int, error: Exception) -> bool: ...
+    def holds(self, step: int) -> bool: ...
 
 
 class Trainer:
@@ -43,6 +44,7 @@ class Trainer:
         self.crash_with_step = False  # the next step is handed to it, and it dies before it can say so
         seat.history.add(machine.now(), "begin", rank=rank, step=next_step, session=self.session)
         self._box: RemoteInbox | None = None
+        self._kept: tuple[Told, Bucket] | None = None  # it came, and nobody takes a step just now
         machine.thread(self._wait, f"trainer-{rank}")
 
     # Steps that are there are taken as they come; only where one must wait with patience (to connect, to look for another constructor) a
@@ -74,6 +76,9 @@ class Trainer:
     def _go_on(self, got: tuple[Told, Bucket] | None) -> None:
         box, world = self._box, self._machine.world
         assert box is not None
+        if got is not None and self._seat.holds(got[0].step):
+            self._kept = got
+            return
         if got is not None:
             self._take(box, *got)
             return
@@ -89,6 +94,12 @@ class Trainer:
             world.at(LOOK_S + 0.1, lambda: again(lambda: self._machine.thread(self._wait, "")), self.process)
         else:
             self._machine.thread(self._wait, "")
+
+    def release(self) -> None:
+        """Steps are taken again."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self._machine.world.at(0.0, lambda: self._go_on(kept), self.process)
 
     def _take(self, box: RemoteInbox, told: Told, bucket: Bucket) -> None:
         seat, now, step = self._seat, self._machine.now(), told.step
