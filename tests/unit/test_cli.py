@@ -64,6 +64,17 @@ def test_without_steps_a_run_goes_to_the_end_of_the_data(tmp_path: Path) -> None
     assert (table["web"][2], table["code"][2], table["steps"][0]) == ("60", "60", "10,")
 
 
+def test_a_drill_whose_faults_hit_less_than_they_should_does_not_pass(tmp_path: Path) -> None:
+    faults = "kill:loader-host/9@1,kill:constructor-host*3@2,kill:planner@11"
+    result = overlord("drill", job_file(tmp_path), "--steps", "12", "--step-s", "0", "--faults", faults)
+    assert result.exit_code == 1, result.output
+    said = " ".join(result.stdout.split())
+    assert "kill:loader-host/9@1 hit nothing: no such part ran (there were constructor-host/0, loader-host/0" in said
+    assert "kill:constructor-host*3@2 hit 1 and not 3: no more of them ran" in said
+    assert "kill:planner@11 never struck: the data ended after 10 steps" in said
+    assert "1 kill, 0 samples lost, 0 repeated, digest equal to the undisturbed run" in said
+
+
 def test_a_job_that_never_ends_asks_for_steps(tmp_path: Path) -> None:
     result = overlord("run", job_file(tmp_path, epochs=None))
     assert result.exit_code == 2

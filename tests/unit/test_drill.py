@@ -33,6 +33,11 @@ def test_every_mistake_is_told_at_once():
     assert "wanted HOW:WHOM@STEP" in str(caught.value)
 
 
+def test_a_drill_of_nothing_is_refused():
+    with pytest.raises(JobError, match="wanted HOW:WHOM@STEP"):
+        parse_faults(" , ")
+
+
 def test_a_role_hits_the_first_of_its_parts_by_number():
     assert Fault("kill", "loader-host", 0, many=2).choose(PARTS) == ["loader-host/0", "loader-host/2"]
     assert Fault("kill", "loader-host/10", 0).choose(PARTS) == ["loader-host/10"]

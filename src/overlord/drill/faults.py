@@ -64,6 +64,8 @@ def parse_faults(text: str) -> list[Fault]:
         if many < 1:
             problems.append(f"{word!r}: wanted at least one part, found {many}")
         found.append(Fault(match["how"], match["whom"], int(match["step"]), many, every))
+    if not found and not problems:
+        problems.append(f"{text!r}: {WANTED}")
     if problems:
         raise JobError(problems, "faults")
     return found

@@ -55,7 +55,7 @@ class Outcome:
     delivered: Delivered = field(default_factory=Delivered)
     waits_s: list[float] = field(default_factory=list)  # of each step, until the last rank had it
     strikes: list[Strike] = field(default_factory=list)
-    missed: list[Fault] = field(default_factory=list)  # whose part was not there to be hit
+    missed: list[tuple[Fault, str]] = field(default_factory=list)  # those that hit less than they were to, and why
     recoveries: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -102,6 +102,8 @@ def disturbed(drill: Drill, scratch: Path, show: Show = lambda what, taken: None
     with ov.launch(job, runtime="process", **options) as session:
         try:
             _train(session, drill, outcome, lambda taken: show("with faults", taken))
+            late = (fault for fault in drill.faults if fault.step > len(outcome.waits_s))
+            outcome.missed += [(fault, f"never struck: the data ended after {len(outcome.waits_s)} steps") for fault in late]
             _settle(session, outcome)
         finally:
             _wake(outcome.strikes)
@@ -138,7 +140,9 @@ def _strike(session: Session, faults: Sequence[Fault], taken: int, outcome: Outc
     for fault in faults:
         names = fault.choose(list(there))
         if not names:
-            outcome.missed.append(fault)
+            outcome.missed.append((fault, f"hit nothing: no such part ran (there were {', '.join(sorted(there))})"))
+        elif len(names) < fault.many:
+            outcome.missed.append((fault, f"hit {len(names)} and not {fault.many}: no more of them ran"))
         for name in names:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(there[name], signal.SIGKILL if fault.how == KILL else signal.SIGSTOP)

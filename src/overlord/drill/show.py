@@ -25,8 +25,8 @@ def drill_view(report: Report) -> RenderableType:
     if hit.recoveries:
         rows = [[str(r["part"]), f"{r['seconds']:.2f} s", str(r.get("step", "-")), str(r["reason"])] for r in hit.recoveries[:ROWS]]
         parts += [Text(""), grid(["part", "back after", "from step", "it was lost"], rows, 1)]
-    for fault in hit.missed:
-        parts.append(Text(f"{fault} hit nothing: no such part ran"))
+    for fault, why in hit.missed:
+        parts.append(Text(f"{fault} {why}", style="bold red"))
     parts += [Text(""), Text(waits_line(report))]
     for rank, step in d.changed[:5]:
         parts.append(Text(f"rank {rank}, step {step}: not what the undisturbed run gave"))

@@ -183,12 +183,12 @@ def persist(
                 raise Later
             pause = min(FIRST_PAUSE_S * 2 ** min(len(seen) - 1, 20), LONGEST_PAUSE_S) * (0.5 + clock.chance() / 2)
             took = clock.now() - attempt.began
-            if sum(f.kind == failure.kind for f in seen) >= failure.tries or took + pause >= limit:
+            if sum(f.kind == failure.kind for f in seen) >= failure.tries or took >= limit:
                 tally.gave_up()
                 raise gave_up(path, done, seen, took)
             if len(seen) == 1:
                 log.warning("%s: %s; it is tried again for up to %g s", _where(tally, path), failure.text, limit)
-            clock.sleep(pause)
+            clock.sleep(min(pause, limit - took))  # the last try is at the deadline
     finally:
         tally.end(attempt)
 
