@@ -69,17 +69,15 @@ class PlanError(OverlordError):
 
 
 class StateMismatch(OverlordError):
-    """A saved state that belongs to another job. ``differences`` maps each part to (saved, found)."""
+    """A saved state that does not fit. ``differences`` maps each part to (saved, found), ``problem`` says what is wrong with it."""
 
-    def __init__(self, differences: Mapping[str, tuple[str, str]], remedy: str = ""):
-        super().__init__(dict(differences), remedy)
-        self.differences, self.remedy = dict(differences), remedy
+    def __init__(self, differences: Mapping[str, tuple[str, str]], remedy: str = "", problem: str = "the state belongs to another job"):
+        super().__init__(dict(differences), remedy, problem)
+        self.differences, self.remedy, self.problem = dict(differences), remedy, problem
 
     def __str__(self) -> str:
         rows = "\n".join(f"  - {part}: saved {a}, found {b}" for part, (a, b) in sorted(self.differences.items()))
-        return f"the state belongs to another job; {len(self.differences)} part(s) differ\n{rows}" + (
-            f"\n{self.remedy}" if self.remedy else ""
-        )
+        return f"{self.problem}; {len(self.differences)} part(s) differ\n{rows}" + (f"\n{self.remedy}" if self.remedy else "")
 
 
 class DataStall(OverlordError):

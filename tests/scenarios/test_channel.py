@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from overlord.channel.address import Address
+from overlord.channel.address import Address, shown
 from overlord.channel.link import PAIR_MESSAGES, TIMEOUT, pair
 from overlord.channel.ring import Ring
 from overlord.channel.server import Server
@@ -132,6 +132,12 @@ def test_an_address_reads_back():
     for host in ("127.0.0.1", "::1", "node-7.example"):
         address = Address(host=host, port=12, key="k-1")
         assert Address.parse(str(address)) == address
+
+
+def test_an_address_without_a_port_is_shown_as_its_local_socket():
+    assert shown("overlord://127.0.0.1:0/abc") == "local socket @overlord-abc"
+    for other in ("overlord://127.0.0.1:80/abc", "", "what is none"):
+        assert shown(other) == other
 
 
 def test_an_array_of_the_ring_is_sent_without_a_copy():

@@ -72,10 +72,11 @@ def test_all_are_killed_again_and_again(calm: Played) -> None:
 
 
 @pytest.mark.parametrize("names", [EVERYONE[2:4], EVERYONE[1:3]], ids="+".join)
-def test_before_anyone_has_asked_for_a_step(calm: Played, names: tuple[str, ...]) -> None:
+def test_before_anyone_has_asked_for_a_step(calm: Played, names: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
     with launch(job(until=STEPS), **APART) as session:
         killing(*names)(session)
         assert play(session) == calm
+    assert any(r.message.startswith("back to the beginning: ") for r in caplog.records), caplog.text
 
 
 def test_when_the_last_step_was_planned_the_end_is_found_again(calm: Played) -> None:
@@ -209,11 +210,13 @@ def _moved(session: ov.Session) -> bool:
     return False
 
 
-def test_a_part_that_keeps_dying_ends_the_job_with_what_it_died_of() -> None:
+def test_a_part_that_keeps_dying_ends_the_job_with_what_it_died_of(caplog: pytest.LogCaptureFixture) -> None:
     sources = [ov.Source("m", rows(60, 0), transforms=[ov.Map(ends_later, rows=True), ov.Tokens("tokens")], epochs=None)]
     with launch(job(sources=[*sources, source("a", 60, 1000)]), max_restarts=2) as session:
         got = play(session)
-        assert got.error == "ActorLost('loader-host/0', 'exit code 3')"
+        for words in ("ActorLost('loader-host/0', 'exit code 3; it reads m", "started again 2 times", "raise max_restarts"):
+            assert words in got.error
+        assert caplog.text.count("it is started again") == caplog.text.count(" is back after "), "the last time it is not"
         assert len(set(map(tuple, got.numbers))) == 1
         with pytest.raises(ActorLost, match="loader-host/0 is lost: exit code 3"):
             next(session.client(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 
 import overlord as ov
 from overlord.errors import DataStall, JobError, OverlordError, PlanError
+from overlord.runtime import resharding
 from tests.processes import WAIT_S, launch, until
 from tests.scenarios.test_process import job as small_job
 
@@ -128,12 +130,14 @@ def test_a_rank_that_is_behind_is_waited_for(runtime: str) -> None:
         assert samples(next(quick)) == wanted[2]
 
 
-def test_a_rank_that_stays_behind_is_named() -> None:
+def test_a_rank_that_stays_behind_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(resharding, "WARN_S", 0.0)
     with launch(job(), "local") as session:
         quick, slow = session.client(0), session.client(1)
         next(quick), next(quick), next(slow)
-        with pytest.raises(DataStall, match="rank 1 to take step 1"):
+        with pytest.raises(DataStall, match=r"rank 1 to take step 1 before the mesh is changed; .* let those that are behind take"):
             session.reshard(ov.ClientPlaceTree(dp=1), timeout_s=0.1)
+        assert [r.message.partition(";")[0] for r in caplog.records] == ["reshard has waited 0 s for rank 1 to take step 1"]
         assert next(slow).step == 1, "nothing has changed"
         assert next(quick).step == 2
 
@@ -175,7 +179,8 @@ def test_a_step_that_is_not_the_trainers_yet_comes_from_the_new_mesh() -> None:
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_connected_clients_go_on_and_new_ranks_may_connect(runtime: str) -> None:
+def test_connected_clients_go_on_and_new_ranks_may_connect(runtime: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "overlord")
     made = job()
     wanted = undisturbed(made)
     with launch(made, runtime) as session:
@@ -194,6 +199,11 @@ def test_connected_clients_go_on_and_new_ranks_may_connect(runtime: str) -> None
         for client in clients.values():
             client.close()
     assert found == wanted
+    assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == [], "what is meant alarms nobody"
+    if runtime == "process":
+        said = "\n".join(r.message for r in caplog.records)
+        assert "rank 0: the constructor of rank 0: it closed the link, as it does when the session is moved" in said
+        assert "rank 0: the constructor of rank 0 is linked again after" in said
 
 
 def in_parallel(clients: dict[int, Any]) -> tuple[int, Counter[Any]]:

@@ -248,6 +248,29 @@ def test_a_read_that_hangs_is_named_by_who_waits_for_it_and_goes_on_when_it_can(
     assert any(re.search(named, words) for words in said), said
 
 
+def test_when_the_host_of_files_that_are_gone_is_lost_too_whoever_waits_is_told_of_the_file(
+    files: Callable[[str], Path], undisturbed: dict[str, list[Any]]
+) -> None:
+    said, where = list[str](), files("parquet")
+    options = {"stall_limit_s": 60, "stall_warn_s": 0.2, "on_stall": lambda words, seconds: said.append(words)}
+    with ov.launch(in_order(str(where), "parquet"), runtime="process", prefetch=4, read_ahead=1, **options) as session:
+        client = session.client(0)
+        got, mend = [next(client), next(client)], unplugged(where)
+        session.kill("loader-host/0")
+        steps: list[ov.Step] = []
+        thread = threading.Thread(target=lambda: steps.extend(client))
+        thread.start()
+        try:
+            until(lambda: any("trying to read" in words for words in said))
+        finally:
+            mend()
+            thread.join()
+    assert delivered([*got, *steps]) == undisturbed["parquet"]
+    named = rf"samples that step \d+ draws: .* trying to read {re.escape(str(where))}/part-\d+\.parquet for .* in loader-host/0"
+    assert any(re.search(named, words) for words in said), said
+    assert not any("some part was lost" in words for words in said), said
+
+
 # giving up
 
 

@@ -58,6 +58,18 @@ def test_a_journal_is_opened_again_and_again_and_by_any_name_of_its_place(tmp_pa
             log.append([plan(k)])
 
 
+def test_a_directory_with_other_things_in_it_is_told_of_once(tmp_path, caplog):
+    (tmp_path / "web").mkdir()
+    (tmp_path / "a.parquet").write_bytes(b"")
+    Log.create(tmp_path, JOB).close()
+    assert [r.message for r in caplog.records] == [
+        f"journal {tmp_path}: there are other things in this directory (a.parquet, web); a journal had better have its own"
+    ]
+    Log.open(tmp_path, JOB)[0].close()
+    Log.create(tmp_path / "new", JOB).close()
+    assert len(caplog.records) == 1
+
+
 def test_a_journal_of_another_job_is_refused_part_by_part(tmp_path):
     Log.create(tmp_path, JOB).close()
     other = Header(job="demo", fingerprint={"draw": "random", "code": "x"})

@@ -101,6 +101,12 @@ def test_the_journal_of_another_job_is_refused_by_the_parts_that_differ(tmp_path
     with pytest.raises(ov.StateMismatch) as caught:
         ov.launch(job(tmp_path, seed=6), resume="auto")
     assert caught.value.differences == {"seed": ("5", "6")}
+    for resume in ("auto", state):  # of the batch a digest is kept: what is in it is said
+        with pytest.raises(
+            ov.StateMismatch, match=r"batch: saved .*, a digest of samples, .*found .*, which is samples=4, tokens=None"
+        ) as caught:
+            ov.launch(job(tmp_path, batch=ov.Batch(samples=4, context=64)), resume=resume)
+        assert list(caught.value.differences) == ["batch"]
     with pytest.raises(ov.StateMismatch) as caught:
         ov.launch(job(tmp_path, name="other"), resume="auto")
     assert caught.value.differences == {"job": ("resumed", "other")}

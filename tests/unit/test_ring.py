@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -327,6 +328,16 @@ def unsealed(tmp_path: Any) -> int:
     fd = os.memfd_create("x", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, MB)
     return fd
+
+
+def test_a_limit_of_the_size_of_files_is_told_with_whom_it_stops_and_how_to_raise_it() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5120, before[1]))
+    try:
+        with pytest.raises(OverlordError, match=r"loader-host/7: wanted 1048576 bytes of shared memory, .* is 5120 bytes: .*ulimit -f"):
+            Ring(name="loader-host/7")(MB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def plain_file(tmp_path: Any) -> int:

@@ -410,8 +410,10 @@ def test_a_rank_that_loads_another_state_is_refused() -> None:
             take(client, 1)
         late = clients[0].state_dict()
         clients[0].load_state_dict(early)
-        with pytest.raises(StateMismatch, match="load the same state on every rank"):
+        with pytest.raises(StateMismatch, match="load the same state on every rank") as refused:
             clients[1].load_state_dict(late)
+        assert "rank 1 loads a state of this job that is not the one to which another rank has moved the session" in str(refused.value)
+        assert "another job" not in str(refused.value)
 
 
 def test_steps_that_a_rank_still_takes_of_the_old_generation_do_not_count_in_the_new() -> None:

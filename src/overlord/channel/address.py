@@ -49,6 +49,15 @@ class Address:
         return Address(host=host, port=port, key=key)
 
 
+def shown(address: str) -> str:
+    """An address for people: one without TCP has nothing to look for but its local socket, as ``ss -x`` lists it."""
+    try:
+        found = Address.parse(address)
+    except OverlordError:
+        return address
+    return address if found.port else f"local socket @{found.local_name[1:]}"
+
+
 def reachable(host: str) -> str:
     """What others call this machine, where a server listens on all its interfaces."""
     if host not in ("", "0.0.0.0", "::"):

@@ -7,7 +7,7 @@ import socket
 import time
 from typing import Any
 
-from overlord.channel.address import HAS_SHARED_MEMORY, Address, tune
+from overlord.channel.address import HAS_SHARED_MEMORY, Address, shown, tune
 from overlord.channel.handshake import client_side
 from overlord.channel.link import MAX_HELD, SocketLink
 from overlord.channel.ring import Ring
@@ -24,14 +24,15 @@ def dial(
     if transport not in TRANSPORTS:
         raise OverlordError(f"transport {transport!r}: wanted one of {', '.join(TRANSPORTS)}")
     deadline = time.monotonic() + timeout_s
+    where = shown(address)
     sock = _connect(Address.parse(address), transport, deadline)
     try:
-        said = _greet(sock, address, token, {"hello": hello, "name": name}, deadline, timeout_s)
+        said = _greet(sock, where, token, {"hello": hello, "name": name}, deadline, timeout_s)
         welcome, hold = said.get("welcome"), said.get("hold")
         if not isinstance(welcome, dict) or type(hold) is not int or not 0 <= hold <= MAX_HOLD:
-            raise LinkRefused(address, "its answer holds no welcome")
+            raise LinkRefused(where, "its answer holds no welcome")
         tune(sock)
-        return SocketLink(sock, address, ring=ring, max_held=MAX_HELD + hold), welcome
+        return SocketLink(sock, where, ring=ring, max_held=MAX_HELD + hold), welcome
     except BaseException:
         sock.close()
         raise
@@ -43,7 +44,7 @@ def _connect(address: Address, transport: str, deadline: float) -> socket.socket
             return _connect_local(address, deadline)
         except OSError as e:
             if transport == "unix" or not address.port:
-                raise ActorLost(str(address), f"nobody answers at its local socket: {e.strerror or e}") from e
+                raise ActorLost(shown(str(address)), f"nobody answers at its local socket: {e.strerror or e}") from e
     try:
         return socket.create_connection((address.host, address.port), max(0.001, deadline - time.monotonic()))
     except OSError as e:

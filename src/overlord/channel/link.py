@@ -33,6 +33,7 @@ class _Timeout:
 TIMEOUT: Final = _Timeout()
 PAIR_MESSAGES = 64
 MAX_HELD = 8  # slots of a peer, beyond what it said to expect
+CLOSES = "the server closes"  # the last word of one that ends in order
 CLOSED_HERE = "the link was closed on this side"
 
 

@@ -36,7 +36,7 @@ class Holder:
         self.forgets: deque[int] = deque()  # of these, the ones that are no more
         self.held: dict[int, Slot] = {}  # by cell
         self.gone = False
-        self.fd, self._map = sealed_memfd("overlord-cells", CELLS, others_write=True)
+        self.fd, self._map = sealed_memfd("the cells of a link", CELLS, others_write=True)
         self._unused = list(range(CELLS - 1, -1, -1))
 
     def hold(self, slot: Slot) -> int:

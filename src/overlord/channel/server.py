@@ -21,6 +21,7 @@ from typing import Any
 from overlord.channel.address import HAS_SHARED_MEMORY, Address, check_key, listen_local, listen_tcp, new_key, reachable, tune
 from overlord.channel.dialling import dial
 from overlord.channel.handshake import SILENCE_S, Accepted, refusal, server_side
+from overlord.channel.link import CLOSES
 from overlord.channel.ring import Ring
 from overlord.channel.serverlink import LINGER_S, ServerLink
 from overlord.errors import FrameError, LinkRefused, OverlordError
@@ -286,14 +287,14 @@ class Server:
         if self._closing_at is None:
             self._closing_at = time.monotonic() + LINGER_S
             for link in list(self._links):
-                link.close("the server closes")
+                link.close(CLOSES)
 
     def _finished(self) -> bool:
         return self._closing_at is not None and (not self._links or time.monotonic() >= self._closing_at)
 
     def _end(self) -> None:
         for pending in list(self._pending.values()):
-            self._refuse(pending, "the server closes")
+            self._refuse(pending, CLOSES)
         for link in list(self._links):
             self._drop(link, link.reason)
         for sock in self._listeners:

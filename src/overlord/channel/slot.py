@@ -7,6 +7,7 @@ before it forbids new writable mappings, so only the owner ever writes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -16,7 +17,7 @@ import weakref
 import numpy as np
 
 from overlord.channel.address import HAS_SHARED_MEMORY
-from overlord.errors import FrameError
+from overlord.errors import FrameError, OverlordError
 
 SHRINK, GROW, SEAL, FUTURE_WRITE = 0x0002, 0x0004, 0x0001, 0x0010  # linux/fcntl.h
 _ADD_SEALS, _GET_SEALS = 1033, 1034
@@ -24,7 +25,25 @@ _HUGE, _POPULATE_READ, _POPULATE_WRITE = 14, 22, 23  # madvise(2); mmap's own po
 
 
 def sealed_memfd(name: str, nbytes: int, *, others_write: bool) -> tuple[int, mmap.mmap]:
-    """A memfd of a fixed size and our mapping of it."""
+    """A memfd of a fixed size and our mapping of it. ``name``: whose it is."""
+    try:
+        return _sealed_memfd(f"overlord-{name}", nbytes, others_write=others_write)
+    except OSError as e:
+        raise OverlordError(f"{name}: wanted {nbytes} bytes of shared memory, found: {e.strerror or e}; {_remedy(e)}") from e
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno == errno.EFBIG:
+        import resource  # not on every platform; neither are memfds
+
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return f"the limit of the size of files, which counts for it too, is {limit} bytes: raise it (ulimit -f unlimited)"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (ulimit -n)"
+    return "free memory on this machine, or raise the container's limit"
+
+
+def _sealed_memfd(name: str, nbytes: int, *, others_write: bool) -> tuple[int, mmap.mmap]:
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
@@ -83,7 +102,7 @@ class Slot:
         self.turn = 0
         self._local: weakref.ref[np.ndarray] | None = None
         if HAS_SHARED_MEMORY:
-            self.fd, self.map = sealed_memfd(f"overlord-{name}", nbytes, others_write=False)
+            self.fd, self.map = sealed_memfd(name, nbytes, others_write=False)
             weakref.finalize(self, os.close, self.fd).atexit = False
         else:
             self.fd, self.map = -1, mmap.mmap(-1, nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -13,6 +14,8 @@ from overlord.client.client import Box, Client, State
 from overlord.client.remote import RemoteInbox
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, LinkRefused, OverlordError, StateMismatch
 from overlord.messages import Sealed
+
+log = logging.getLogger("overlord")
 
 WHY_S = 1.0  # a client that has waited for minutes must not wait long for the reason
 LEAVE_S = 2.0
@@ -157,6 +160,7 @@ class _Connected:
             return old, at["state"]  # nobody has taken a step, and those that were sent to this client are nowhere else
         new = self._inbox(at)
         old.end(OverlordError(f"rank {self._asking.rank}: the client has loaded a state since"), drop=True)
+        log.info("rank %d has loaded a state and goes on with step %d", self._asking.rank, at["state"].step)
         return new, at["state"]
 
     def _report(self, box: Box, step: Any, metrics: Any, next_step: int) -> None:

@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from overlord.channel.address import shown
 from overlord.channel.dialling import dial
-from overlord.channel.link import TIMEOUT, SocketLink
+from overlord.channel.link import CLOSES, TIMEOUT, SocketLink
 from overlord.client.asking import FRONT_DOOR, reason_of
 from overlord.constructor.builder import Bucket
 from overlord.constructor.slabs import SlabPool
@@ -60,6 +61,7 @@ class RemoteInbox:
         self._error: BaseException | None = None
         self._lost_at: float | None = None  # when the link broke; None while it holds
         self._fault: BaseException | None = None
+        self._told_lost = logging.NOTSET  # how loud the loss of the link was told: so is its return
         self._told_end = False  # by the constructor, who may take it back
         self._pause = FIRST_PAUSE_S
         self._tried_at: float | None = None  # since when the link is tried again
@@ -156,7 +158,7 @@ class RemoteInbox:
             return ""
         if isinstance(self._fault, DataStall):  # the session says what is done about it
             return self._fault.waiting_for
-        return f"{self._name} at {self.address}, whose link broke {self._now() - self._lost_at:.1f} s ago: {reason_of(self._fault)}"
+        return f"{self._name} at {shown(self.address)}, whose link broke {self._now() - self._lost_at:.1f} s ago: {reason_of(self._fault)}"
 
     # reading
 
@@ -263,6 +265,9 @@ class RemoteInbox:
         hello = {"role": "client", "rank": self.rank, "next": self._wanted, "generation": self.generation}
         link, _ = self._dial(self.address, self._token, hello, timeout_s=timeout_s)
         link.max_held = self._max_held
+        if self._told_lost and self._lost_at is not None:
+            log.log(self._told_lost, "rank %d: %s is linked again after %.1f s", self.rank, self._name, self._now() - self._lost_at)
+        self._told_lost = logging.NOTSET
         self._link, self._lost_at, self._fault, self._linked_at, self._silent = link, None, None, self._now(), False
         self._pause_next()  # if this one breaks at once
         self._say_took(max(self.taken, self._before))  # while the link was gone, perhaps
@@ -281,9 +286,16 @@ class RemoteInbox:
                 self._be_patient_anew()
             self._changed.notify_all()
         if not self._ended:
-            level = logging.WARNING if isinstance(fault, Exception) else logging.DEBUG
-            log.log(level, "rank %d: %s; %s is tried again for %.0f s", self.rank, fault, self.address, self._reconnect_s)
+            self._say_lost(fault)
         link.close()
+
+    def _say_lost(self, fault: BaseException) -> None:
+        """One that closes in order does so since the session is moved, resharded or closed: nothing to be alarmed at."""
+        level, words = logging.WARNING if isinstance(fault, Exception) else logging.DEBUG, str(fault)
+        if isinstance(fault, ActorLost) and fault.reason.endswith(CLOSES):
+            level, words = logging.INFO, "it closed the link, as it does when the session is moved"
+        self._told_lost = level
+        log.log(level, "rank %d: %s: %s; it is looked for again for %.0f s", self.rank, self._name, words, self._reconnect_s)
 
     def _try_again(self, seconds: float) -> None:
         """One attempt, when it is time for it."""
@@ -319,7 +331,7 @@ class RemoteInbox:
         self._pause, self._tried_at, self._retry_at = FIRST_PAUSE_S, None, 0.0
 
     def _give_up(self, gone: float) -> NoReturn:
-        fault, who = self._fault, self.address or "it"
+        fault, who = self._fault, shown(self.address) or "it"
         either = f" ({FRONT_DOOR} could not be reached either)" if isinstance(fault, ActorLost) and fault.name == FRONT_DOOR else ""
         raise ActorLost(
             self._name, f"{who} could not be reached for {gone:.1f} s while step {self._next} was wanted: {reason_of(fault)}{either}"

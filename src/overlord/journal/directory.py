@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -12,6 +13,8 @@ from pathlib import Path
 from overlord.errors import JournalError
 from overlord.journal.place import NameTaken, refusal, whoami
 from overlord.journal.segment import SUFFIX, ordinal_of
+
+log = logging.getLogger("overlord")
 
 LOCK = "journal.lock"
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
@@ -36,6 +39,7 @@ class Directory:
             return
         try:
             self._make()
+            others = [] if (self.path / LOCK).exists() else sorted(n for n in os.listdir(self.path) if not n.endswith(SUFFIX))
             fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise refusal(self.shown, "be opened for writing", error) from None
@@ -52,6 +56,9 @@ class Directory:
             os.pwrite(fd, whoami().encode(), 0)
         self._lock = fd
         _held.add(self)
+        if others:
+            words = f"{', '.join(others[:3])}{', ...' * (len(others) > 3)}"
+            log.warning("journal %s: there are other things in this directory (%s); a journal had better have its own", self.shown, words)
 
     def _make(self) -> None:
         """The directory, and every one above it that is missing, each durable in the one above."""

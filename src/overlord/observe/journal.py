@@ -110,7 +110,7 @@ def in_words(entry: Entry, names: tuple[str, ...]) -> str:
     if entry.kind == ACKED:
         return f"all took {_upto(step)}"
     if entry.kind == BACK:
-        return f"back behind step {step}: {body['reason']}"
+        return f"back {f'behind step {step}' if step >= 0 else 'to the beginning'}: {body['reason']}"
     return f"{len(body['names'])} sources: {', '.join(body['names'])}; {body['place']}"
 
 

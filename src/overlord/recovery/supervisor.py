@@ -141,6 +141,14 @@ class Loss:
     spare: bool = False  # others took its place
 
 
+def worn_out(lost: ActorLost, restarts: int, doing: str = "") -> ActorLost:
+    """A part that is not started again, for people: what it died of, what it was to do, how often it was tried, and what can be done."""
+    why = str(lost).removeprefix(f"{lost.name} is lost: ")
+    tried = f"it was started again {restarts} time{'s' * (restarts != 1)}, and all ranks took no step in between"
+    remedy = "what it said last is in the output of the job: mend what ends it; or raise max_restarts, if that passes by itself"
+    return ActorLost(lost.name, "; ".join(words for words in (why, doing, tried, remedy) if words))
+
+
 class Supervisor:
     """``handle(event, now) -> commands``."""
 
@@ -187,6 +195,11 @@ class Supervisor:
     def lost(self) -> dict[str, str]:
         """Parts that are not there, and why."""
         return {part.name: part.reason for part in self._parts.values() if part.state != UP}
+
+    def silent_s(self, name: str, now: float) -> float:
+        """How long ago a part that is there has answered; no part of this name, no silence."""
+        part = self._parts.get(name)
+        return 0.0 if part is None or part.state != UP else now - part.heard
 
     def back(self) -> list[Loss]:
         """Those that are there again since this was asked last."""

@@ -13,6 +13,7 @@ from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.messages import Consumed
 from overlord.planner.cut import Cutter
 from overlord.planner.planner import Planner
+from overlord.recovery.supervisor import Supervisor
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.control import Control, Handle
 from overlord.runtime.hosting import Hosting
@@ -33,6 +34,7 @@ class Remote:
     asks: bool = False  # its last news were heard; at the end of the turn it is asked for the next
     incarnation: int = 0  # how often it was started again
     beat: Future[Any] | None = None  # whether it lives, asked
+    question: Future[Any] | None = None  # the last that people asked of it
     address: str = ""  # of a constructor host that was started again, for loader hosts and clients of this process
     outside: str = ""  # and for those of others
     linked: dict[int, str] = field(default_factory=dict)  # loader hosts: where they find which constructor host
@@ -42,6 +44,15 @@ class Remote:
 
     def call(self, control: Control, method: str, *args: Any) -> Future[Any]:
         return control.call(self.handle, method, *args)
+
+    def ask(self, control: Control, method: str, *args: Any) -> Future[Any]:
+        """For people: one that has not answered yet is not asked again."""
+        if self.question is None or self.question.done():
+            self.question = self.call(control, method, *args)
+            return self.question
+        silent = Future[Any]()
+        silent.set_exception(DataStall(f"{self.handle.name} to answer", 0.0))
+        return silent
 
 
 class Asked(Written):
@@ -58,6 +69,7 @@ class Asked(Written):
     _attached: set[int]
     fails_over: bool
     recoveries: list[dict[str, Any]]
+    _supervisor: Supervisor
 
     def _constructor(self, rank: int) -> Remote:
         raise NotImplementedError
@@ -65,22 +77,34 @@ class Asked(Written):
     def waiting_for(self, rank: int) -> str:
         remote = self._constructor(rank)
         if remote.lost:
-            return f"{remote.handle.name}, which is lost: {remote.lost}" + (" and is being started again" if self.fails_over else "")
-        why, every = remote.call(self._control, "why", rank), self._asked()
+            return self._missed(remote)
         try:
-            words = self._control.get(why, ASK_S / 3)
+            words = self._control.get(remote.ask(self._control, "why", rank), ASK_S / 3)
         except (DataStall, ActorLost) as silent:
-            words = f"{remote.handle.name}, which does not say what it does ({silent})"
+            return self._silent(remote, silent)
         if words or (words := self._writing()):
             return str(words)
+        every = self._asked()
         busy = [words for h, r in list(self._loaders.items()) for words in self._busy(h, r, every.get(r.handle.name, {}))]
         # Constructors tell only when their slowest rank moves on; who that is must be known here.
         taken = [Consumed(rank, c["took"]) for f in every.values() for rank, c in f.get("clients", {}).items() if rank in self._attached]
         self.run([command for consumed in taken for command in self.planner.handle(consumed)])
         return self.planner.waiting_for() + (f" ({'; '.join(busy[:3])})" if busy else "")
 
+    def _silent(self, remote: Remote, silent: Exception) -> str:
+        """Of a host that says nothing: for how long, where that is known by its heartbeats."""
+        name = remote.handle.name
+        for_s = self._supervisor.silent_s(name, self._machine.now()) if self.fails_over else 0.0
+        what = f"has answered nothing for {for_s:.0f} s" if for_s >= 1 else f"does not say what it does ({silent})"
+        return f"{name}, which {what}"
+
+    def _missed(self, remote: Remote) -> str:
+        return f"{remote.handle.name}, which is lost: {remote.lost}" + (" and is being started again" if self.fails_over else "")
+
     def _busy(self, h: int, remote: Remote, figures: Mapping[str, Any]) -> list[str]:
         """What a loader host does, in words; of one that does not answer, what it may be busy with."""
+        if remote.lost:
+            return [self._missed(remote)]
         if "silent" not in figures:
             return [f"{words} in {remote.handle.name}" for words in figures.get("busy", ())]
         sources = dict.fromkeys(self._source_of(k) for k in range(sum(self.hosting.loaders)) if self._cutter.host(k) == h)
@@ -91,7 +115,7 @@ class Asked(Written):
 
     def _asked(self) -> dict[str, dict[str, Any]]:
         """Figures of all hosts by name; of a host that does not answer in time, why."""
-        asked = {r.handle.name: r.call(self._control, "figures") for r in self._remotes() if not r.lost}
+        asked = {r.handle.name: r.ask(self._control, "figures") for r in self._remotes() if not r.lost}
         deadline, found = self._machine.now() + ASK_S, {}
         for name, future in asked.items():
             try:

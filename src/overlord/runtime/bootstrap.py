@@ -308,11 +308,20 @@ class Blueprint:
         differ = {p: v for p, v in differ.items() if p not in allow}
         if not differ:
             return
+        if "batch" in differ:
+            differ["batch"] = batch_in_words(*differ["batch"], self.job)
         remedy = f"pass allow=({', '.join(repr(p) for p in sorted(differ))},); the stream then goes on, but is not the one that was saved"
         if absent:
             known = f"a state holds no code: list what was added in mid-run ({', '.join(absent)}) last in Job.sources"
             raise StateMismatch(differ, f"{known}; or, to go on without, {remedy}")
         raise StateMismatch(differ, f"if this is meant, {remedy}")
+
+
+def batch_in_words(saved: str, found: str, job: Job) -> tuple[str, str]:
+    """Of the batch that was saved a digest is all there is, which tells nobody what to mend: that of now is written out beside it."""
+    fields = {k: v for k, v in asdict(job.batch).items() if k not in NOT_THE_STREAM}
+    here = ", ".join(f"{k}={v!r}" for k, v in fields.items())
+    return f"{saved}, a digest of {', '.join(fields)}", f"{found}, which is {here}"
 
 
 def exported(state: StreamState, job: str, names: Sequence[str], fingerprint: Mapping[str, str]) -> dict[str, Any]:

@@ -191,8 +191,12 @@ class ConstructorHost(HostActor):
     # what people ask
 
     def why(self, rank: int) -> str:
-        """What the rank's next step waits for here, in words; empty when no step is planned."""
-        return self._pump.ask(lambda: self._gathering.waiting() or self._building.waiting(rank), "the constructor host's pump", 1.0)
+        """What the rank's next step waits for here, in words; empty when it is for a plan."""
+
+        def say() -> str:
+            return "" if self._gathering.wants_plans else self._gathering.waiting() or self._building.waiting(rank)
+
+        return self._pump.ask(say, "the constructor host's pump", 1.0)
 
     def taken(self, rank: int) -> int:
         """The last step that the rank's client took; the planner hears of it when the slowest has."""

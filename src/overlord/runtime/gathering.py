@@ -156,6 +156,11 @@ class Gathering:
         first = min({*self._expected, *self._again}, default=self._planned + 1)
         return first if self._over is None else min(first, self._over)
 
+    @property
+    def wants_plans(self) -> bool:
+        """The next step is to be planned again, and nothing else is on its way: only the planner knows what that waits for."""
+        return bool(self._again) and not self._expected
+
     def waiting(self) -> str:
         """What the next step waits for here, in words; empty when nothing is on its way."""
         for step, (placed, found) in sorted(self._expected.items()):

@@ -6,14 +6,17 @@ transform holds it gets a worker process (``transforms/worker.py``).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from overlord.errors import ActorLost, DataStall
@@ -21,6 +24,8 @@ from overlord.runtime.carrier import Done, Waits
 from overlord.sources.patience import Later
 
 log = logging.getLogger("overlord")
+
+OURS = str(Path(__file__).resolve().parents[1])  # where this package is
 
 # Handing work to a thread and back costs 0.1 to 0.3 ms, and data that crosses cores costs more again: below this, one core is
 # cheaper by a third and hardly slower (benchmarks/throughput.py, null job). Tokenizing blocks are sized above it.
@@ -102,6 +107,16 @@ class Pump:
             return self._calls.get(timeout=patience)
         except queue.Empty:
             return _nothing
+
+    def at(self) -> str:
+        """Where the call is that runs now: in which function of somebody else, if it is in one; else in which of ours."""
+        frame, calls = sys._current_frames().get(self._thread.ident or 0), []
+        while frame is not None:
+            calls.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
+            frame = frame.f_back
+        inside = itertools.dropwhile(lambda call: not call[0].startswith(OURS), reversed(calls))  # threads begin elsewhere
+        file, line, name = next((call for call in inside if not call[0].startswith(OURS)), (*calls, ("no file", 0, "nothing"))[0])
+        return f"in {name} ({file}, line {line})"
 
     @property
     def stopped(self) -> bool:

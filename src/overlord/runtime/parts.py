@@ -16,12 +16,13 @@ import numpy as np
 
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.messages import Report, StreamState
+from overlord.recovery.supervisor import worn_out
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.control import Handle
 from overlord.runtime.front import Hands
 from overlord.runtime.peers import fault_of
 from overlord.runtime.plankit import PlannerKit
-from overlord.runtime.planneractor import PlannerActor
+from overlord.runtime.planneractor import WRITTEN, PlannerActor
 from overlord.runtime.process_control import ProcessControl
 from overlord.runtime.starting import Recipes, hosting_of, n_constructors, read_ahead_of, settings_of
 from overlord.runtime.stopped import Starts
@@ -35,6 +36,8 @@ ASK_S = 25.0  # for the planner to answer, though it may have to be started agai
 CUT_S = 1.0  # between the end of a host's link and the news that it died
 TICKS = 4  # within which a planner must answer: one that sleeps with the whole machine is not missed
 LEAVE_S = 1.0
+AT_S = 0.5  # for a planner that is stuck to say where
+LOST = "the planner was lost: "
 
 
 class Parts:
@@ -66,6 +69,8 @@ class Parts:
         self._lock = threading.Condition()  # for who is there
         self._ready = self._closed = False
         self.absent = ""  # why the planner cannot be asked, in words
+        self._written: dict[Handle, list[float]] = {}  # what each planner counted of its journal
+        self._missed: dict[str, tuple[str, float]] = {}  # hosts that died, of what and when, until a planner says that they are back
         self._over: Exception | None = None
         self._work, self._news = Hands(1, "parts"), Hands(1, "planner-news")  # what is told may wait for locks; what is asked for must not
         self._stop = threading.Event()
@@ -97,7 +102,7 @@ class Parts:
         self._where: tuple[str, str] = self.control.get(self.control.call(planner, "where"), BOOT_S)
         self._listen(planner)
         self._beating = planner
-        behind: int = self.control.get(self.control.call(planner, "begin"), START_S)
+        behind: int = self.control.get(self.control.call(planner, "begin"), 2 * START_S + 2 * self.blueprint.options.lost_after_s)
         return behind
 
     def _is_ready(self) -> None:
@@ -131,14 +136,16 @@ class Parts:
             with self._lock:
                 self._restarts += 1
                 self._incarnation += 1
-                if not self.blueprint.options.failover or self._restarts > self.blueprint.options.max_restarts:
+                if not self.blueprint.options.failover:
                     return self._give_up(ActorLost(PLANNER, reason))
+                if self._restarts > (most := self.blueprint.options.max_restarts):
+                    return self._give_up(worn_out(ActorLost(PLANNER, reason), most, self._did()))
             log.warning("the planner is lost: %s; it is started again", reason)
             try:
-                self._reason = f"the planner was lost: {reason}"
+                self._reason = f"{LOST}{reason}"
                 behind = self._start_planner()
                 self._is_ready()
-                return self._was_mended({"part": PLANNER, "reason": reason, "seconds": time.monotonic() - since, "step": behind})
+                return self._was_mended(reason, since, behind)
             except Exception as fault:
                 reason = f"{type(fault).__name__}: {fault}"
                 if isinstance(fault, ActorLost) and fault.name == PLANNER:
@@ -146,8 +153,31 @@ class Parts:
                 self._end_planner()
         return None
 
-    def _was_mended(self, row: dict[str, Any]) -> None:
-        self._news.do(lambda: self._told(("recovered", row)))
+    def _was_mended(self, reason: str, since: float, behind: int) -> None:
+        """The planner is back, and with it the hosts that were lost together with it: it knows of none of them that it was missed."""
+        now = time.monotonic()
+        there = [name for name in list(self._missed) if name in self.hosts and self.hosts[name].alive]
+        lost = {PLANNER: (reason, since)} | {name: self._missed.pop(name) for name in there}
+        for part, (why, when) in lost.items():
+            row = {"part": part, "reason": why, "seconds": now - when, "step": behind}
+            log.warning("%s is back after %.2f s%s", part, now - when, "" if part == PLANNER else f", with the planner; it was lost: {why}")
+            self._news.do(lambda row=row: self._told(("recovered", row)))  # type: ignore[misc]
+
+    def _miss(self, name: str, why: str, silent_s: float = 0.0) -> None:
+        """From any thread. The first reason counts: one that is killed because it was silent is missed since then."""
+        if not self._closed and name in self.hosts:
+            self._missed.setdefault(name, (why, time.monotonic() - silent_s))
+
+    def _is_awaited(self, names: Sequence[str]) -> None:
+        """By a planner that is being started."""
+        with self._lock:
+            if not self._ready:
+                few = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+                whom = f", and waits for {few} to answer" if names else ""
+                self.absent = f"the planner, which is being started again ({self._reason.removeprefix(LOST)}){whom}"
+
+    def _did(self) -> str:
+        return f"all ranks took the steps up to {self.acked}" if self.acked >= 0 else "no step was taken by all ranks"
 
     def _end_planner(self) -> None:
         if self.planner is not None:
@@ -172,11 +202,19 @@ class Parts:
             planner = self._beating
             still = 0 if planner is not of or _moves(beat) else still + 1
             if still >= TICKS and planner is not None:
-                what = "it plans, and does not come to an end" if beat.done() else "it answered nothing"
-                self._end_for(planner, f"{what} for {lost_after_s:g} s")
+                for_s = f"for {lost_after_s:g} s"
+                self._end_for(planner, self._stuck(planner, for_s) if beat.done() else f"it answered nothing {for_s}")
             if (planner is not of or beat.done()) and planner is not None:
                 beat = self.control.call(planner, "beat")
             of = planner
+
+    def _stuck(self, planner: Handle, for_s: str) -> str:
+        """Its process lives, and can say what its pump is at."""
+        try:
+            at = f": {self.control.get(self.control.call(planner, 'doing'), AT_S)}"
+        except Exception:
+            at = ""
+        return f"it plans, and does not come to an end {for_s}{at}"
 
     def _end_stopped(self) -> None:
         for handle in self._starts.look():
@@ -225,6 +263,11 @@ class Parts:
                 raise DataStall(self.absent or "the planner", timeout_s)
             return self.planner
 
+    def written_before(self) -> dict[str, float]:
+        """What the planners that are gone had counted of their journal, up to the last step that all ranks took."""
+        before = [counts for planner, counts in list(self._written.items()) if planner is not self.planner]
+        return {what: sum(column) for what, column in zip(WRITTEN, zip(*before, strict=True), strict=False)}
+
     # what the planner says
 
     def _listen(self, planner: Handle) -> None:
@@ -259,7 +302,13 @@ class Parts:
                 self._cut_off(name, why)
             case ("kill" | "cut", *_):
                 pass  # another has its name by now
-            case ("progress", int(acked)):
+            case ("awaits", list(names)):
+                self._is_awaited(names)
+            case ("gave up", str(name), str(why)):
+                log.warning("%s is killed: %s", name, why)
+                self._miss(name, why, self.blueprint.options.lost_after_s)
+            case ("progress", int(acked), list(counts)):
+                self._written[planner] = counts
                 self.acked = max(acked, self.acked)
                 if acked > self._progress:
                     self._progress, self._restarts = acked, 0
@@ -267,6 +316,8 @@ class Parts:
                 log.error("the planner stopped: %s", error)
                 self._end_planner()
             case _:
+                if event[0] == "recovered":
+                    self._missed.pop(event[1]["part"], None)
                 self._news.do(lambda: self._told(event))
 
     def _living(self, name: str) -> Handle:
@@ -292,6 +343,7 @@ class Parts:
         self.control.tell(host, "meet", *self._where, ticket)
 
         def died(host: Handle, reason: str) -> None:
+            self._miss(host.name, reason)
             if planner is self.planner and not self._closed:
                 self.control.tell(planner, "died", ticket, self._starts.why(host.name, reason), fault_of(self.control, host))
 

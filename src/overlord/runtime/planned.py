@@ -335,6 +335,8 @@ class PlannedEngine:
 
     def figures(self) -> dict[str, Any]:
         figures: dict[str, Any] = self._parts.ask("figures")
+        for what, n in self._parts.written_before().items():
+            figures["journal"][what] = figures["journal"].get(what, 0) + n
         return figures | {"recoveries": list(self.recoveries)}
 
     def kill(self, name: str) -> None:

@@ -32,6 +32,8 @@ from overlord.sample import Buffer
 
 log = logging.getLogger("overlord")
 
+WRITTEN = ("appends", "bytes", "plans", "snapshots", "seconds")  # that a journal counts, of the whole job
+
 for _cls in (Mixed, NewSource, Quarantined, SourceSpec):
     register(_cls)
 
@@ -87,6 +89,10 @@ class PlannerActor:
             self._pump.post(self._ran.set)
         return True
 
+    def doing(self) -> str:
+        """What the pump is at, of one that does not come to an end: the step, and whose function it is in."""
+        return f"step {self._host.planner.next_step}, {self._pump.at()}"
+
     def _writes(self) -> bool:
         return self._opens_journal or self._host.journal.settling
 
@@ -131,7 +137,7 @@ class PlannerActor:
         journal, found = Journal.resumed(self._where_journal, self._kit.blueprint.job.name)
         journal.start(self._pump.post)
         try:
-            host = PlannerHost(self._kit, self._peers, self._pump, self._starter, found)
+            host = PlannerHost(self._kit, self._peers, self._pump, self._starter, found, say=self._say)
             host.journal = journal
             if not found.empty:
                 journal.begin(host.planner.state(), host.blueprint)
@@ -177,7 +183,8 @@ class PlannerActor:
             self._events.put(("finish", finished))
         if (acked := host.past.acked) != self._acked:
             self._acked = acked
-            self._events.put(("progress", acked), hurry=False)
+            figures = host.journal.figures()
+            self._events.put(("progress", acked, [figures.get(what, 0) for what in WRITTEN]), hurry=False)
         for event in host.news():
             self._events.put(event)
         return self._events.answer()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,8 @@ from overlord.runtime.recovering import START_S
 
 TAKEN_S = 5.0  # for a constructor host to say what its clients took; else only what is written counts
 TRIES = 3  # of taking over a host: it may die meanwhile
+AWAITED_S = 1.0  # after which people are told who of those that live is waited for
+ANSWERS = {"constructor-host": "address", "loader-host": "figures"}  # what a host is asked when it is taken over
 PLANNERS = 2**40  # generations between two planners: each may go back a million times
 
 
@@ -59,19 +63,24 @@ def behind(found: Recovered, taken: Sequence[int | None]) -> int:
 
 
 class PlannerHost(ProcessHost):
-    """The host of a planner elsewhere. ``found``: what the journal says, for one that comes in the place of another."""
+    """The host of a planner elsewhere. ``found``: what the journal says, for one that comes in the place of another; ``say``: what it
+    waits for then, and whom it gave up."""
 
     def __init__(
-        self, kit: PlannerKit, peers: Peers, pump: Pump, starter: Asking, found: Recovered | None = None, machine: Machine | None = None
-    ):
+        self, kit: PlannerKit, peers: Peers, pump: Pump, starter: Asking, found: Recovered | None = None, machine: Machine | None = None,
+        say: Callable[..., None] = lambda *words: None,
+    ):  # fmt: skip
+        self._say_word = say
         self._kit, self._asking, self._found, self._clock = kit, starter, found, machine or Machine()
         self._handles: dict[str, Handle] = {}
+        self._answers: dict[str, Any] = {}  # of hosts that live
         self._listed: tuple[Any, int, int] = (None, 0, 0)  # of which planner, and how many of its quarantined and spoiled rows were told
         self._recovered = 0
         self._had: dict[int, set[int]] = {}  # loaders of a loader host that was taken over
         state, blueprint = kit.state, kit.blueprint
         if found is not None:
             self._handles = {name: starter.living(name) for name in kit.living}
+            self._ask_living(peers)
             if not found.empty:
                 state = found.state(behind(found, self._taken_since(peers)))
                 blueprint = blueprint.first(len(found.names)).floored(found.next_step)  # type: ignore[assignment]
@@ -84,6 +93,38 @@ class PlannerHost(ProcessHost):
         return frozenset(self._attached)
 
     # taking over
+
+    def _ask_living(self, peers: Peers) -> None:
+        """All at the same time: those that answer nothing for as long as a part may be silent are given up together."""
+        asked = {name: peers.call(handle, ANSWERS[name.partition("/")[0]]) for name, handle in self._handles.items()}
+        begun, lost_after_s = self._clock.now(), self._kit.blueprint.options.lost_after_s
+        for until_s in sorted({min(AWAITED_S, lost_after_s / 2), lost_after_s}):
+            for name in [name for name in asked if name not in self._answers]:
+                try:
+                    self._answers[name] = self._answer_by(peers, name, asked[name], begun + until_s)
+                except DataStall:
+                    continue
+                except OverlordError:  # it died meanwhile, or cannot say what it has
+                    del asked[name]
+            self._say_word("awaits", [name for name in asked if name not in self._answers])
+        for name in [name for name in self._handles if name not in self._answers]:
+            handle = self._handles.pop(name)
+            if name in asked:
+                self._say_word("gave up", name, f"it answered nothing for {lost_after_s:g} s")
+            if handle.alive:
+                with contextlib.suppress(OverlordError):  # its name is not free before it is gone: who starts another says so
+                    peers.kill(handle)
+        self._say_word("awaits", [])
+
+    def _answer_by(self, peers: Peers, name: str, future: Future[Any], deadline: float) -> Any:
+        """A host whose pump is busy may say so before its time is over."""
+        while True:
+            try:
+                return peers.get(future, max(0.0, deadline - self._clock.now()))
+            except DataStall:
+                if self._clock.now() >= deadline or not future.done():
+                    raise
+                future = peers.call(self._handles[name], ANSWERS[name.partition("/")[0]])
 
     def _taken_since(self, peers: Peers) -> list[int | None]:
         """The last step that each attached rank took, as its constructor host says; None where that cannot be asked."""
@@ -106,13 +147,14 @@ class PlannerHost(ProcessHost):
             super()._spawn()
             return
         self._kits = {h: frozenset(sources) for h, sources in self._kit.kits}
-        for c in range(int(self._constructor_of.max()) + 1):
-            name = f"constructor-host/{c}"
-            self._constructors[c], self._addresses[c] = self._have(name, lambda c=c: self._asking.constructor(c), "address")  # type: ignore[misc]
-        for h in [h for h, sources in sorted(self._kits.items()) if min(sources) < len(self.hosting.loaders)]:
-            args = (h, self._kits[h], (), dict(self._addresses))
-            self._loaders[h], figures = self._have(f"loader-host/{h}", lambda args=args: self._asking.loader_host(*args), "figures")  # type: ignore[misc]
-            self._had[h] = {row["loader"] for row in figures["loaders"]}
+        cs = range(int(self._constructor_of.max()) + 1)
+        found = self._have({f"constructor-host/{c}": lambda c=c: self._asking.constructor(c) for c in cs})  # type: ignore[misc]
+        for c, (remote, address) in zip(cs, found.values(), strict=True):
+            self._constructors[c], self._addresses[c] = remote, address
+        hs = {h: (h, sources, (), self._addresses) for h, sources in sorted(self._kits.items()) if min(sources) < len(self.hosting.loaders)}
+        found = self._have({f"loader-host/{h}": lambda args=args: self._asking.loader_host(*args) for h, args in hs.items()})  # type: ignore[misc]
+        for h, (remote, figures) in zip(hs, found.values(), strict=True):
+            self._loaders[h], self._had[h] = remote, {row["loader"] for row in figures["loaders"]}
         self.past = Past(self.planner.state(), self.blueprint.job.feedback_lag, self._found.planned)
         self._base = self._kit.incarnation * PLANNERS
         for rank in self._kit.attached:
@@ -120,24 +162,23 @@ class PlannerHost(ProcessHost):
             self._served[self._bucket_of[rank]] += 1
             self.planner.handle(Attach(rank))  # what it would do is not done: this planner only stands for the one that was lost
 
-    def _have(self, name: str, start: Callable[[], Handle], question: str) -> tuple[Remote, Any]:
-        """A host that lives, or else another, and its answer."""
-        handle = self._handles.pop(name, None)
+    def _have(self, starts: Mapping[str, Callable[[], Handle]]) -> dict[str, tuple[Remote, Any]]:
+        """Hosts of a kind, by name, and their answers: those that live, and others for the rest, which are started together."""
+        found = {name: (self._watched(self._handles.pop(name)), self._answers[name]) for name in starts if name in self._handles}
         for left in reversed(range(TRIES)):
-            remote, patience_s = self._watched(handle or start()), START_S if handle is None else self.blueprint.options.lost_after_s
-            try:
-                return remote, self._control.get(remote.call(self._control, question), patience_s)
-            except ActorLost as lost:
-                if not left or lost.name != name:
-                    raise
-                remote.lost = lost.reason
-            except DataStall as silent:
-                if not left:
-                    raise
-                remote.lost = str(silent)
-                self._kill(remote.handle)
-            handle = None
-        raise AssertionError("the last try returns or raises")
+            remotes = {name: self._watched(start()) for name, start in starts.items() if name not in found}
+            asked = {name: remote.call(self._control, ANSWERS[name.partition("/")[0]]) for name, remote in remotes.items()}
+            deadline = self._clock.now() + START_S
+            for name, remote in remotes.items():
+                try:
+                    found[name] = remote, self._control.get(asked[name], max(0.0, deadline - self._clock.now()))
+                except (ActorLost, DataStall) as fault:
+                    if not left or (isinstance(fault, ActorLost) and fault.name != name):
+                        raise
+                    remote.lost = fault.reason if isinstance(fault, ActorLost) else str(fault)
+                    if remote.handle.alive:
+                        self._kill(remote.handle)
+        return {name: found[name] for name in starts}
 
     def take_over(self) -> None:
         """All hosts are there: they go back with this planner. Who takes part may not be what they were told last."""

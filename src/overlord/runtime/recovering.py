@@ -37,6 +37,7 @@ from overlord.recovery.supervisor import (
     Supervisor,
     Tick,
     Up,
+    worn_out,
 )  # fmt: skip
 from overlord.runtime.asked import Remote
 from overlord.runtime.bootstrap import Blueprint, schedule_of
@@ -129,13 +130,15 @@ class Recovering(Shadowing):
         """A part is gone: it is started again."""
         now, name = self._machine.now(), remote.handle.name
         self._lost_at.setdefault(name, now)
-        log.warning("%s is lost: %s; it is started again, trainers go on with the steps they have", name, reason)
         gone = {h: r for h, r in list(self._loaders.items()) if r.lost and r.joined}
         for h in gone:
             if not self._covered(h):
                 self._heed(self._supervisor.handle(Needed(f"loader-host/{h}"), now))
         spare = any(r is remote and self._covered(h) for h, r in gone.items())
-        self._heed(self._supervisor.handle(Died(name, remote.incarnation, reason, spare), now))
+        commands = self._supervisor.handle(Died(name, remote.incarnation, reason, spare), now)
+        again = "; it is started again, trainers go on with the steps they have" if self._supervisor.given_up is None else ""
+        log.warning("%s is lost: %s%s", name, reason, again)
+        self._heed(commands)
 
     def _cut_off(self, name: str, reason: str, address: str) -> None:
         """A loader host cannot reach a constructor host. If that has died, whoever started it will say so; if it answers, it is of no
@@ -172,8 +175,17 @@ class Recovering(Shadowing):
                 case Join(name=name):
                     self._join(name)
                 case GiveUp(error=error):
-                    log.error("%s; it was started %d times in a row without a step for all", error, self.blueprint.options.max_restarts)
+                    error = self._supervisor.given_up = worn_out(error, self.blueprint.options.max_restarts, self._does(error.name))
+                    log.error("%s", error)
                     self.run(self.planner.handle(Finish(self.planner.next_step, error)))
+
+    def _does(self, name: str) -> str:
+        """What a part is there for, in words."""
+        kind, _, number = name.partition("/")
+        if kind != "loader-host":
+            return f"all ranks took the steps up to {self.past.acked}" if self.past.acked >= 0 else "no step was taken by all ranks"
+        sources = list(dict.fromkeys(self._source_of(loader) for loader in self._loaders_on(int(number))))
+        return f"it reads {', '.join(sources[:5])}" + (f" and {len(sources) - 5} more" if len(sources) > 5 else "") if sources else ""
 
     def _end(self, name: str, incarnation: int, reason: str) -> None:
         every = [*self._processes(), *self._fresh.values()]
@@ -264,7 +276,7 @@ class Recovering(Shadowing):
         self._moves = {}
         for loss in self._supervisor.back():
             self._losses.setdefault(loss.part, (step, loss))  # one that was lost again meanwhile is missed since the first time
-        log.warning("back behind step %d: %s", step, reason)
+        log.warning("back %s: %s", f"behind step {step}" if step >= 0 else "to the beginning", reason)
         for c, remote in self._constructors.items():
             remote.out.append(Back(self._base, step))
             if remote.handle.name in fresh:
@@ -363,6 +375,7 @@ class Recovering(Shadowing):
     def _starting(self, remote: Remote) -> Exception:
         """Why a part cannot be asked just now."""
         if not self.fails_over or self._supervisor.given_up is not None:
-            return ActorLost(remote.handle.name, remote.lost)
+            given_up = self._supervisor.given_up
+            return given_up if given_up is not None and given_up.name == remote.handle.name else ActorLost(remote.handle.name, remote.lost)
         lost_at = self._lost_at.get(remote.handle.name, self._machine.now())
         return DataStall(f"{remote.handle.name} to be started again ({remote.lost})", self._machine.now() - lost_at)

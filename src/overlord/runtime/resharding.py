@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from overlord.runtime.serving import Serving
 
 LOOK_S = 0.01
+WARN_S, WARN_AGAIN_S = 2.0, 10.0  # a change of the mesh is waited for by people
+REMEDY = "all ranks must stand behind the same step: let those that are behind take their steps, in other threads or processes"
+
+log = logging.getLogger("overlord")
 
 
 class Resharding:
@@ -75,7 +80,7 @@ class Resharding:
     @contextlib.contextmanager
     def _standing(self, at: int | None, timeout_s: float) -> Iterator[StreamState]:
         """All ranks behind one step, and none of those in this process takes another while this lasts; with the state behind it."""
-        start = time.monotonic()
+        start, warn_at = time.monotonic(), WARN_S
         while True:
             if self._closed:
                 raise OverlordError("the session is closed")
@@ -89,7 +94,10 @@ class Resharding:
                     yield self._stands_at(clients)
                     return
             if (waited := time.monotonic() - start) >= timeout_s:
-                raise DataStall(f"{behind} before the mesh is changed", waited)
+                raise DataStall(f"{behind} before the mesh is changed; {REMEDY}", waited)
+            if waited >= warn_at:
+                warn_at = waited + WARN_AGAIN_S
+                log.warning("reshard has waited %.0f s for %s; %s, or it is given up after %.0f s", waited, behind, REMEDY, timeout_s)
             time.sleep(LOOK_S)
 
     def _stands_at(self, clients: dict[int, Any]) -> StreamState:

@@ -11,7 +11,7 @@ from overlord.errors import StateMismatch
 from overlord.job import Job
 from overlord.messages import StreamState
 from overlord.recovery.replay import Recovered
-from overlord.runtime.bootstrap import Blueprint, exported
+from overlord.runtime.bootstrap import Blueprint, batch_in_words, exported
 from overlord.runtime.journalling import Journal
 from overlord.runtime.left import left_behind
 from overlord.runtime.options import Options
@@ -77,16 +77,20 @@ def _by_state(resume: Mapping[str, Any]) -> Callable[[Blueprint, Journal, Recove
         blueprint = blueprint.fitting(resume)
         state = blueprint.restore(resume, allow)
         if not found.empty:
-            _same_job(found.fingerprint, blueprint.fingerprint, allow)
+            _same_job(found.fingerprint, blueprint, allow)
         why = f"it is where the given state stands; {found.why}" if not found.empty else "it is where the given state stands"
         return blueprint, state, Beginning(journal, Resumed(state.step, why), anew=not found.empty)
 
     return begin
 
 
-def _same_job(then: Mapping[str, str], now: Mapping[str, str], allow: Sequence[str]) -> None:
+def _same_job(then: Mapping[str, str], blueprint: Blueprint, allow: Sequence[str]) -> None:
     """The state fits the job; whether the journal is the same job's. Sources may have joined since the state was saved."""
+    now = blueprint.fingerprint
     parts = [p for p in sorted({*then} & {*now}) if then[p] != now[p] and p not in (*MAY_GROW, *allow)]
     if parts:
         remedy = f"the journal is another job's: give this one a journal of its own, or pass allow=({', '.join(map(repr, parts))},)"
-        raise StateMismatch({p: (then[p], now[p]) for p in parts}, remedy)
+        differ = {p: (then[p], now[p]) for p in parts}
+        if "batch" in differ:
+            differ["batch"] = batch_in_words(*differ["batch"], blueprint.job)
+        raise StateMismatch(differ, remedy)

@@ -234,8 +234,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
                 if mark != self._mark or self._taken or lost:  # else it stands there already, and so does everyone
                     self._restart(blueprint, restored, mark)
             elif mark != self._mark:
-                remedy = "another rank has moved the session to another state; load the same state on every rank"
-                raise StateMismatch(_apart(blueprint.export(restored), self._blueprint.export(self._start_state)), remedy)
+                differ = _apart(blueprint.export(restored), self._blueprint.export(self._start_state))
+                problem = f"rank {rank} loads a state of this job that is not the one to which another rank has moved the session"
+                raise StateMismatch(differ, "load the same state on every rank", problem)
             # A state that this rank saved for itself holds its own reports; that of the first rank may be a moment older.
             for report in restored.reports:
                 if report.rank == rank and report not in self._start_state.reports:

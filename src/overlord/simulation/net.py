@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from overlord.channel.link import TIMEOUT, Link
+from overlord.channel.link import CLOSES, TIMEOUT, Link
 from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
 from overlord.simulation.world import Process, World
 
@@ -212,4 +212,4 @@ class SimServer:
     def close(self, timeout_s: float = 5.0) -> None:
         self.closed = True
         for link in self.links:
-            link.close("the server closes")
+            link.close(CLOSES)

@@ -259,7 +259,8 @@ class BroadcastClient(Client):
             raise refused
         if frame["mark"] != mark:
             words = {"state": ("another than this one", "this one")}
-            raise StateMismatch(words, f"rank {self.service.fetcher} loaded another state; load the same one on every rank")
+            problem = f"rank {self.service.fetcher} loaded another state than this rank"
+            raise StateMismatch(words, "load the same one on every rank", problem)
         self._inbox.generation = frame["generation"]  # type: ignore[attr-defined]
         self._over = self._last = self._images = None
         after: State = frame["after"]
