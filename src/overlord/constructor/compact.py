@@ -178,7 +178,7 @@ def _count(position: np.ndarray, size: np.ndarray) -> None:
     n, total = len(size) - 1, len(position)
     count = _numbers(total)
     if total < SLICE_FROM * n:
-        np.subtract(count[:total], np.repeat(size[:-1].astype(np.int64), np.diff(size)), out=position)
+        np.subtract(count[:total], np.repeat(size[:-1].astype(np.int64), size[1:] - size[:-1]), out=position)
     else:
         for a, b in pairwise(size.tolist()):
             position[a:b] = count[: b - a]
@@ -196,7 +196,7 @@ def _targets(
         labels[:-1] = ids[1:]  # the last of all is struck out below: it ends a document, or is padding
     else:
         labels[:] = ids
-    struck = size[:-1] + np.diff(true) - 1 if shifted else size[:-1]
+    struck = size[:-1] + (true[1:] - true[:-1]) - 1 if shifted else size[:-1]
     if true[-1] != size[-1]:
         struck = np.concatenate([struck, _holes(true, size)])
     loss_mask.fill(1)
@@ -206,7 +206,7 @@ def _targets(
 
 def _holes(true: np.ndarray, size: np.ndarray) -> np.ndarray:
     """The places behind documents."""
-    ends = size[:-1].astype(np.int64) + np.diff(true)
+    ends = size[:-1].astype(np.int64) + (true[1:] - true[:-1])
     return ranges(ends, size[1:] - ends)
 
 
