@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import rays
+
 settings.register_profile(
     "overlord", deadline=None, max_examples=int(os.environ.get("OVERLORD_EXAMPLES", "60")), print_blob=True,
     derandomize="OVERLORD_EXAMPLES" not in os.environ,
@@ -49,3 +51,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     made.save(str(path))
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One small cluster of this machine for all tests that want Ray: to start one takes five seconds."""
+    if reason := rays.missing():
+        pytest.skip(reason)
+    with rays.cluster():
+        yield
