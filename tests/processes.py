@@ -97,7 +97,7 @@ def run(job: ov.Job, runtime: str, *, said: list[Any] | None = None, resume: Any
 
 def launch(job: ov.Job, runtime: str = "process", **options: Any) -> ov.Session:
     only = ("hosts", "constructor_hosts", "sources_per_host")
-    if runtime != "process":
+    if runtime not in ("process", "ray"):
         options = {key: value for key, value in options.items() if key not in only}
     return ov.launch(job, runtime=runtime, **{"check": True, "stall_limit_s": WAIT_S, **options})
 

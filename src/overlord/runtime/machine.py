@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from overlord.channel.address import HAS_SHARED_MEMORY, reachable
+from overlord.channel.address import HAS_SHARED_MEMORY, is_loopback, reachable
 from overlord.channel.link import Link
 from overlord.channel.ring import Ring
 from overlord.channel.server import OnClose, OnMessage, OnOpen, Server, dial
@@ -29,6 +29,10 @@ class Machine:
     def inside(self) -> dict[str, Any]:
         """Where servers for other hosts of the job listen: all are here, and need no network."""
         return {"tcp": not HAS_SHARED_MEMORY}
+
+    def outside(self, host: str) -> dict[str, Any]:
+        """And for clients, who were told to come to this interface."""
+        return {"host": host, "tcp": not is_loopback(host) or not HAS_SHARED_MEMORY}
 
     def pump(self, name: str) -> Pump:
         return Pump(name)
@@ -81,3 +85,7 @@ class Networked(Machine):
 
     def inside(self) -> dict[str, Any]:
         return {"host": os.environ.get(INTERFACE) or reachable("")}
+
+    def outside(self, host: str) -> dict[str, Any]:
+        """The interface was named for the machine of the session; this may be another."""
+        return self.inside()

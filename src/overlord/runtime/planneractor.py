@@ -61,7 +61,7 @@ class PlannerActor:
     def __init__(self, kit: PlannerKit):
         self._kit, self._events = kit, Events()
         self._pump = Pump("planner")
-        self._peers = Peers(end=lambda name, ticket, why: self._say("kill", ticket, name), cut=self._cut)
+        self._peers = Peers(end=lambda name, ticket, why: self._say("kill", ticket, name), cut=self._cut, machine=kit.machine)
         self._starter = Asking(self._peers, self._say, kit.hosting, kit.token)
         self._host: PlannerHost
         self._closed = False

@@ -46,13 +46,10 @@ Call = tuple[int, bytes, list[np.ndarray]]
 class Body:
     """What Ray calls an actor: one method, which is its whole life."""
 
-    def where(self) -> int:
-        """For Ray's own view of it: the process is there."""
-        return os.getpid()
-
-    def live(self, home: Home, interface: str, factory: Callable[..., Any], args: tuple[Any, ...]) -> int | None:
-        """Until it is asked to leave (None), or leaves by itself: with this exit code."""
+    def live(self, home: Home, interface: str, code: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]) -> int | None:
+        """Until it is asked to leave (None), or leaves by itself: with this exit code. ``code``: factory and arguments, as they came."""
         _take_over(home, interface)
+        factory, args = code()
         hello = {"name": home.name, "ticket": home.ticket, "pid": os.getpid()}
         link, _ = dial(home.address, home.token, hello, timeout_s=DIAL_S)
         link.max_held = 0  # messages are kept for long: copied

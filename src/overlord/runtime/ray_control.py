@@ -181,8 +181,9 @@ def _new_folder() -> Path:
 class Hosted(Body):
     """An actor's life in a process of Ray's."""
 
-    def begin(self, home: Home, far: bool, factory: Callable[..., Any], args: tuple[Any, ...]) -> int | None:
-        return self.live(home, ray.util.get_node_ip_address() if far else "", factory, args)
+    def begin(self, home: Home, far: bool, code: bytes) -> int | None:
+        """Code comes with the start, and is opened when it is known where its modules are."""
+        return self.live(home, ray.util.get_node_ip_address() if far else "", lambda: ray.cloudpickle.loads(code))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +247,7 @@ class RayControl(Peers):
 
     def _start(self, record: PeerRecord, factory: Callable[..., Any], args: tuple[Any, ...]) -> Handle:
         assert isinstance(record, RayRecord)
+        code = _pickled(record.name, factory, args)
         record.ticket = next(self._tickets)
         record.handle = Handle(record.name, None, record)
         self._by_ticket[record.ticket] = record
@@ -255,7 +257,7 @@ class RayControl(Peers):
         named = {"name": f"{record.name}#{record.ticket}", "namespace": self._namespace}
         try:
             record.actor = ray.remote(Hosted).options(max_restarts=0, max_task_retries=0, **named, **record.place.options()).remote()
-            life = record.actor.begin.remote(home, self._far, factory, args)
+            life = record.actor.begin.remote(home, self._far, code)
         except Exception as fault:
             self._by_ticket.pop(record.ticket, None)
             raise JobError([f"Ray cannot start it: {type(fault).__name__}: {str(fault)[:500]}"], f"actor {record.name!r}") from fault
@@ -351,13 +353,21 @@ class RayControl(Peers):
         CLUSTER.release()
 
 
+def _pickled(name: str, factory: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        pickled: bytes = ray.cloudpickle.dumps((factory, args))
+    except Exception as fault:
+        raise JobError([f"factory or arguments cannot be sent to another process: {fault}"], f"actor {name!r}") from fault
+    return pickled
+
+
 def _reason(record: RayRecord, error: BaseException | None, code: int | None) -> str:
     if record.killed:
         return KILLED
     if error is None:
         return f"exit code {code or 0}"
     if isinstance(error, exceptions.RayTaskError):
-        return f"its process could not start it: {error.cause if error.cause is not None else error}"
+        return f"its process could not start it: {type(error.cause).__name__}: {error.cause}"
     said = str(error).strip().splitlines()
     return f"its process died: {said[-1][:300]}" if said else f"its process died: {type(error).__name__}"
 

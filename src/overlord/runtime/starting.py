@@ -17,6 +17,7 @@ from overlord.runtime.control import Control, Handle
 from overlord.runtime.hostactor import Settings
 from overlord.runtime.hosting import Hosting, SourceLoad, load_of, plan_hosts
 from overlord.runtime.loaderhost import LoaderHost
+from overlord.runtime.machine import Machine
 from overlord.runtime.options import n_cores, ring_bytes
 from overlord.runtime.sendable import sendable
 
@@ -59,7 +60,7 @@ def read_ahead_of(hosting: Hosting) -> int:
     return SIDE_BY_SIDE if hosting.n_hosts > 1 else READ_AHEAD
 
 
-def settings_of(blueprint: Blueprint, hosting: Hosting, token: str, generation: int) -> Settings:
+def settings_of(blueprint: Blueprint, hosting: Hosting, token: str, generation: int, machine: Machine | None = None) -> Settings:
     """What all hosts are told when they are started."""
     options = blueprint.options
     return Settings(
@@ -67,6 +68,7 @@ def settings_of(blueprint: Blueprint, hosting: Hosting, token: str, generation: 
         open_files=max(1, options.open_files // hosting.n_hosts), open_bytes=max(1, options.open_bytes // hosting.n_hosts),
         ring_bytes=ring_bytes(options), check=options.check, build_ahead=options.build_ahead or BUILD_AHEAD, broadcast=options.broadcast,
         failover=options.failover and options.constructors, narrow=not of_kind(blueprint.job.hooks, CONSTRUCTOR),
+        machine=machine or Machine(),
     )  # fmt: skip
 
 
