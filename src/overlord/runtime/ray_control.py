@@ -8,6 +8,7 @@ then comes back by a link of ours (``ray_actor.py``), and all that is said goes 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -48,6 +49,7 @@ log = logging.getLogger("overlord")
 KILLED = "killed"
 KILL_S = 8.0  # for Ray to say that an actor is gone
 CUT_S = 1.0  # between the end of a link and Ray's word that the process died, in either order
+MAX_IDLE = 16  # processes that wait for an actor of their name
 STORE_BYTES = 80 * 2**20  # near the least that Ray takes: no payload passes through its store
 FOLDER = "overlord-ray-"
 # Ray's own settings, where nobody has said otherwise. Workers beside a busy trainer starve at Ray's niceness of 15. A driver that has lost
@@ -56,6 +58,29 @@ SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_gcs
 
 
 # the cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What Ray is told of where an actor is to be."""
+
+    num_cpus: float = 0.0
+    memory: float | None = None
+    resources: tuple[tuple[str, float], ...] = ()
+    node: str | None = None  # its id
+
+    def options(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"num_cpus": self.num_cpus}
+        if self.memory:
+            found["memory"] = self.memory
+        if self.resources:
+            found["resources"] = dict(self.resources)
+        if self.node:
+            found["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=self.node, soft=False)
+        return found
+
+
+Key = tuple[str, str, Place]  # of a process: whose job, which actor, where
 
 
 class Cluster:
@@ -68,6 +93,9 @@ class Cluster:
         self.address: str | None = None
         self._folder: Path | None = None
         self._before: dict[str, str | None] = {}  # of the environment
+        self._idle: list[tuple[Key, Any]] = []  # actors that have left, whose processes are there
+        self._numbers = itertools.count(1)
+        self._namespace = ""
 
     def hold(self, address: str | None) -> None:
         """Connect, or start one of this machine alone; a program that has connected already decides for us."""
@@ -77,6 +105,7 @@ class Cluster:
                 if self._ours:
                     self._begin(address)
                 self.address = address
+                self._namespace = secrets.token_hex(4)
             elif address is not None and address != self.address:
                 now = self.address or "a cluster of this machine"
                 raise JobError([f"address: {address!r} was asked for, but this process is connected to {now}: close that first"], "launch")
@@ -85,13 +114,37 @@ class Cluster:
     def release(self) -> None:
         with self._lock:
             self._holders -= 1
-            if self._holders == 0 and self._ours:
+            if self._holders:
+                return
+            while self._idle:
+                _kill(self._idle.pop()[1])
+            if self._ours:
                 self._end()
 
     @property
     def far(self) -> bool:
         """Whether it may have other machines."""
         return not self._ours or self.address is not None
+
+    def actor(self, key: Key) -> Any:
+        """A process for an actor: of one of the same name that has left (a session that goes back starts all its parts again), or a new
+        one. A name is used once: Ray keeps that of an actor that was killed for as long as somebody remembers it."""
+        with self._lock:
+            for i, (of, actor) in enumerate(self._idle):
+                if of == key:
+                    del self._idle[i]
+                    return actor
+            job, name, place = key
+            named = {"name": f"{name}#{next(self._numbers)}", "namespace": f"overlord-{job}-{self._namespace}"}
+        return ray.remote(Hosted).options(max_restarts=0, max_task_retries=0, **named, **place.options()).remote()
+
+    def give_back(self, key: Key, actor: Any) -> None:
+        """It left when it was asked to."""
+        with self._lock:
+            if self._holders and len(self._idle) < MAX_IDLE:
+                self._idle.append((key, actor))
+                return
+        _kill(actor)
 
     def _begin(self, address: str | None) -> None:
         self._set(SETTINGS)
@@ -132,6 +185,11 @@ class Cluster:
             if key not in os.environ:
                 self._before[key] = None
                 os.environ[key] = value
+
+
+def _kill(actor: Any) -> None:
+    with contextlib.suppress(Exception):  # it is gone already, or the cluster is
+        ray.kill(actor, no_restart=True)
 
 
 CLUSTER = Cluster()
@@ -186,33 +244,13 @@ class Hosted(Body):
         return self.live(home, ray.util.get_node_ip_address() if far else "", lambda: ray.cloudpickle.loads(code))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """What Ray is told of where an actor is to be."""
-
-    num_cpus: float = 0.0
-    memory: float | None = None
-    resources: Mapping[str, float] | None = None
-    node: str | None = None  # its id
-
-    def options(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"num_cpus": self.num_cpus}
-        if self.memory:
-            found["memory"] = self.memory
-        if self.resources:
-            found["resources"] = dict(self.resources)
-        if self.node:
-            found["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=self.node, soft=False)
-        return found
-
-
 class RayRecord(PeerRecord):
     """An actor that Ray started and that comes to us."""
 
     def __init__(self, name: str):
         super().__init__(name)
         self.actor: Any = None
-        self.killed = self.leaving = False
+        self.killed = self.leaving = self.spoiled = False  # spoiled: it did not close well
 
 
 class RayControl(Peers):
@@ -228,7 +266,7 @@ class RayControl(Peers):
         except BaseException:
             CLUSTER.release()
             raise
-        self._namespace = f"overlord-{job}-{secrets.token_hex(4)}"
+        self._job = job
         self._news = Hands(1, "ray")  # what Ray says is heard in a thread of ours: in its own nothing may be asked of it
         self._home = {"address": self.address, "token": self.token, "path": tuple(p for p in sys.path if p)}
         self._far = CLUSTER.far
@@ -243,7 +281,7 @@ class RayControl(Peers):
     def _place(self, name: str, resources: Mapping[str, float], node: str | None) -> Place:
         wanted = {key: value for key, value in resources.items() if key not in ("cpus", "memory")}
         ids = None if node is None else _node_id(node, name)
-        return Place(num_cpus=resources.get("cpus", 0.0), memory=resources.get("memory"), resources=wanted or None, node=ids)
+        return Place(num_cpus=resources.get("cpus", 0.0), memory=resources.get("memory"), resources=tuple(sorted(wanted.items())), node=ids)
 
     def _start(self, record: PeerRecord, factory: Callable[..., Any], args: tuple[Any, ...]) -> Handle:
         assert isinstance(record, RayRecord)
@@ -253,10 +291,8 @@ class RayControl(Peers):
         self._by_ticket[record.ticket] = record
         here = {} if self._far else {"environ": dict(os.environ), "directory": os.getcwd()}
         home = Home(name=record.name, ticket=record.ticket, **here, **self._home)  # type: ignore[arg-type]
-        # A name is used once: Ray keeps that of an actor that was killed for as long as somebody remembers it.
-        named = {"name": f"{record.name}#{record.ticket}", "namespace": self._namespace}
         try:
-            record.actor = ray.remote(Hosted).options(max_restarts=0, max_task_retries=0, **named, **record.place.options()).remote()
+            record.actor = CLUSTER.actor((self._job, record.name, record.place))
             life = record.actor.begin.remote(home, self._far, code)
         except Exception as fault:
             self._by_ticket.pop(record.ticket, None)
@@ -276,8 +312,7 @@ class RayControl(Peers):
 
     def _kill(self, record: RayRecord) -> None:
         record.killed = True
-        with contextlib.suppress(Exception):  # it is gone already, or the cluster is
-            ray.kill(record.actor, no_restart=True)
+        _kill(record.actor)
 
     def _in_callback(self) -> bool:
         return self._server.in_its_thread or self._news.is_me()
@@ -298,9 +333,12 @@ class RayControl(Peers):
     def _life_over(self, record: RayRecord, future: Future[Any]) -> None:
         """Ray says that it is over. What the actor said before still counts: the end of its link says that all was read."""
         error = future.exception()
-        reason = _reason(record, error, None if error else future.result())
-        with contextlib.suppress(Exception):
-            ray.kill(record.actor, no_restart=True)  # the process of one that has left is still there
+        code = None if error else future.result()
+        if record.leaving and not record.killed and not record.spoiled and error is None and code is None:
+            CLUSTER.give_back((self._job, record.name, record.place), record.actor)
+        else:
+            _kill(record.actor)
+        reason = _reason(record, error, code)
         if (link := record.link) is not None:
             self._after(CUT_S, lambda: link.close("Ray says that it is gone"))  # of a machine that vanished no end would come
         self.died(record.ticket, reason, record.fault)
@@ -326,6 +364,7 @@ class RayControl(Peers):
     def _of_itself(self, record: PeerRecord, header: bytes, columns: list[np.ndarray]) -> None:
         _, fault = open_reply(record.name, header, columns)
         if isinstance(record, RayRecord) and record.leaving:
+            record.spoiled = True
             log.warning("actor %s did not close well: %s", record.name, fault)
         else:
             record.fault = fault
