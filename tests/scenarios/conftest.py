@@ -14,6 +14,13 @@ from tests.storejobs import BIG, FORMATS, ROWS, in_order
 from tests.stores import BUCKET, FOREIGN, PROXIES, CannotRun, Proxy, S3Server, s3_server
 
 
+@pytest.fixture(autouse=True)
+def _on_ray(request: pytest.FixtureRequest) -> None:
+    """Tests that run on Ray share one cluster, or are skipped with the reason."""
+    if "runtime" in request.fixturenames and request.getfixturevalue("runtime") == "ray":
+        request.getfixturevalue("ray_cluster")
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     try:

@@ -14,7 +14,7 @@ from overlord.errors import DataStall, JobError, OverlordError, PlanError
 from tests.processes import WAIT_S, launch, until
 from tests.scenarios.test_process import job as small_job
 
-RUNTIMES = ("local", "process")
+RUNTIMES = ("local", "process", "ray")
 
 
 def job(**changes: Any) -> ov.Job:
