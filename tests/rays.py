@@ -15,9 +15,9 @@ def missing() -> str:
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Any]:
-    from overlord.runtime import ray_control
+    from overlord.runtime import ray_cluster
 
-    with ray_control.cluster() as running:
+    with ray_cluster.cluster() as running:
         yield running
 
 

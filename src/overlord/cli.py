@@ -51,8 +51,9 @@ cli.add_command(journal)
 @click.option("--ranks", type=click.IntRange(min=1, max=64), default=4, show_default=True, help="Data-parallel ranks.")
 @click.option("--rows", type=click.IntRange(min=8), default=10_000, show_default=True, help="Rows of a source, at most.")
 @click.option("--seed", type=click.IntRange(min=0), default=7, show_default=True)
+@where
 @debug
-def demo(out: Path, steps: int, ranks: int, rows: int, seed: int, debug: bool) -> None:
+def demo(out: Path, steps: int, ranks: int, rows: int, seed: int, runtime: str, debug: bool) -> None:
     """Make a corpus, run a job, write a report."""
 
     def act() -> None:
@@ -61,10 +62,18 @@ def demo(out: Path, steps: int, ranks: int, rows: int, seed: int, debug: bool) -
 
         given = (("ranks", ranks, 4), ("rows", rows, 10_000), ("seed", seed, 7))
         changed = [f"--{name} {value}" for name, value, usual in given if value != usual]
-        command = " ".join(["overlord demo", f"--out {shlex.quote(str(out))}", f"--steps {steps}", *changed])
+        command = " ".join(
+            [
+                "overlord demo",
+                f"--out {shlex.quote(str(out))}",
+                f"--steps {steps}",
+                *changed,
+                *([] if runtime == "local" else [f"--runtime {runtime}"]),
+            ]
+        )
         vocab = 8192 if rows >= 1000 else 1024
         shape = Shape(seed=seed, rows=rows, ranks=ranks, vocab=vocab, samples=min(512, 32 * ranks))
-        run_demo(out, shape, steps, screen(), command)
+        run_demo(out, shape, steps, screen(), command, runtime=runtime)
 
     guarded(act, debug)
 

@@ -17,7 +17,7 @@ import overlord as ov
 from overlord.errors import ActorLost
 from overlord.planner.strategy import resolve
 from tests import images as pictures
-from tests.processes import Played, halt, hosts_of, launch, left_after, play, run, runs, until
+from tests.processes import EXITED, KILLED, PARTS, Played, halt, hosts_of, launch, left_after, play, run, runs, until
 from tests.properties.test_combined import LAG
 from tests.properties.test_feedback import trainer
 from tests.scenarios.test_images import BROKEN, counted, marked
@@ -57,12 +57,12 @@ def test_whoever_is_killed_nobody_notices(calm: Played, names: tuple[str, ...]) 
         got = play(session, act={9: killing(*names)})
         until(lambda: sorted(recovered(session)) == sorted(names))
         told = session.metrics()["recoveries"]
-        assert {r["reason"] for r in told} == {"killed by signal 9"}
+        assert {r["reason"] for r in told} == {KILLED}
         assert len({r["step"] for r in told}) == 1, "one way back for all"
         assert all(a["state"] == "running" for a in session.metrics()["actors"] if a["role"] == "host")
         pids = list(hosts_of(session).values())
     assert got == calm
-    assert not left_after(pids, 3.0)
+    assert PARTS == "ray" or not left_after(pids, 3.0)  # there they wait for the next one of their name
 
 
 def test_all_are_killed_again_and_again(calm: Played) -> None:
@@ -195,9 +195,9 @@ def test_a_part_that_keeps_dying_ends_the_job_with_what_it_died_of() -> None:
     sources = [ov.Source("m", rows(60, 0), transforms=[ov.Map(ends_later, rows=True), ov.Tokens("tokens")], epochs=None)]
     with launch(job(sources=[*sources, source("a", 60, 1000)]), max_restarts=2) as session:
         got = play(session)
-        assert got.error == "ActorLost('loader-host/0', 'exit code 3')"
+        assert got.error == repr(ActorLost("loader-host/0", EXITED))
         assert len(set(map(tuple, got.numbers))) == 1
-        with pytest.raises(ActorLost, match="loader-host/0 is lost: exit code 3"):
+        with pytest.raises(ActorLost, match=f"loader-host/0 is lost: {EXITED}"):
             next(session.client(1))
 
 

@@ -98,7 +98,7 @@ def keep(runtime: str, address: str | None) -> Callable[[], None]:
     """What all engines of a session need is there, until the function returned is called: a cluster takes seconds to start."""
     if runtime != "ray":
         return lambda: None
-    from overlord.runtime.ray_control import CLUSTER
+    from overlord.runtime.ray_cluster import CLUSTER
 
     CLUSTER.hold(address)
     return CLUSTER.release

@@ -50,7 +50,7 @@ class LoaderHost(HostActor):
     ):  # fmt: skip
         super().__init__(f"loader-host/{number}", settings)
         self._number, self._kits, self._hooks, self._seed = number, dict(kits), tuple(hooks), seed
-        self._born = int(self._machine.now() * 1000)  # of two that have a number the later one is heard
+        self._born = settings.born or int(self._machine.now() * 1000)
         self._narrow = settings.narrow
         self._handles = HandleCache(max_open=settings.open_files, max_bytes=settings.open_bytes)
         self._workers: dict[int, TransformWorker] = {}

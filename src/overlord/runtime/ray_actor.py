@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -50,7 +51,7 @@ class Body:
         """Until it is asked to leave (None), or leaves by itself: with this exit code. ``code``: factory and arguments, as they came."""
         _take_over(home, interface)
         factory, args = code()
-        hello = {"name": home.name, "ticket": home.ticket, "pid": os.getpid()}
+        hello = {"name": home.name, "ticket": home.ticket, "pid": os.getpid(), "machine": this_machine()}
         link, _ = dial(home.address, home.token, hello, timeout_s=DIAL_S)
         link.max_held = 0  # messages are kept for long: copied
         link.waits_for_slots = False
@@ -103,6 +104,14 @@ class Line:
     def close(self) -> None:
         self._leaving = True
         self._link.close("it leaves")
+
+
+def this_machine() -> str:
+    """What tells two processes that each can signal the other by its number; empty where that cannot be known."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _take_over(home: Home, interface: str) -> None:

@@ -3,7 +3,9 @@ process that launched the job, and whoever plans, there or elsewhere, asks for h
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -91,6 +93,7 @@ class Recipes:
         self.hosting, self.token = hosting, settings.token
         self._control, self._blueprint, self._settings = control, blueprint, settings
         self._constructor_of = np.asarray(constructor_of)
+        self._born = itertools.count(1)
         self._kits: dict[int, SourceKit] = {}  # those that can be sent, once that is known
 
     def constructor(self, c: int) -> Handle:
@@ -106,7 +109,15 @@ class Recipes:
         job = self._blueprint().job
         kits = {i: self._kit(i) for i in sorted(sources)}
         return self._control.spawn(
-            LoaderHost, h, self._settings, kits, openings, constructors, of_kind(job.hooks, LOADER), job.seed, name=f"loader-host/{h}"
+            LoaderHost,
+            h,
+            replace(self._settings, born=next(self._born)),
+            kits,
+            openings,
+            constructors,
+            of_kind(job.hooks, LOADER),
+            job.seed,
+            name=f"loader-host/{h}",
         )
 
     def _kit(self, i: int) -> SourceKit:
