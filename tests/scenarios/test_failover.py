@@ -103,7 +103,7 @@ def test_a_part_that_hangs_is_killed_and_replaced(calm: Played) -> None:
         for pid in stopped:
             halt(pid)
 
-    with launch(job(until=STEPS), lost_after_s=0.8, **APART) as session:
+    with launch(job(until=STEPS), lost_after_s=0.8 if PARTS == "process" else 4.0, **APART) as session:  # Ray's starts take the cores
         assert play(session, act={9: stop}) == calm
         told = {r["part"]: r["reason"] for r in session.metrics()["recoveries"]}
         assert set(told) == {"loader-host/1", "constructor-host/0"}

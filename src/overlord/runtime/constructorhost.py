@@ -200,7 +200,8 @@ class ConstructorHost(HostActor):
     def figures(self) -> dict[str, Any]:
         return self._pump.ask(
             lambda: {
-                "pid": os.getpid(), "constructors": self._building.figures(), "memory": self._building.held_bytes(), "pss": pss_bytes(),
+                "pid": os.getpid(), "node": self._machine.node(), "pss": pss_bytes(),
+                "constructors": self._building.figures(), "memory": self._building.held_bytes(),
                 "clients": self._delivery.figures(), "links": len([link for server in self._servers for link in server.links]),
             }, "the constructor host's pump", 5.0,
         )  # fmt: skip

@@ -4,9 +4,11 @@ difference."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from overlord.client.client import Box
+from overlord.job import Job
 from overlord.messages import Report, StreamState
 from overlord.planner.planner import Planner
 from overlord.planner.spec import NewSource
@@ -15,7 +17,8 @@ from overlord.runtime.control import HURRY_S, Control
 from overlord.runtime.host import KeptPlans
 from overlord.runtime.local import Pump, ThreadExecutor
 from overlord.runtime.machine import Machine
-from overlord.runtime.options import n_workers
+from overlord.runtime.options import CORES_PER_CONSTRUCTOR, Options, n_workers
+from overlord.runtime.placing import Layout, cores_for_loading
 from overlord.runtime.written import Unwritten
 
 if TYPE_CHECKING:
@@ -92,6 +95,21 @@ def make_control(runtime: str, blueprint: Blueprint) -> tuple[Control, Machine]:
     from overlord.runtime.process_control import ProcessControl
 
     return ProcessControl(), Machine()
+
+
+def sized(runtime: str, job: Job, options: Options) -> Options:
+    """How many hosts, for a cluster of several machines: said once, where the job is launched, since machines differ. It is kept."""
+    if runtime != "ray":
+        return options
+    from overlord.runtime.ray_cluster import CLUSTER
+
+    if not CLUSTER.far:
+        return options
+    layout = Layout(rank_nodes=tuple(options.rank_nodes or ()), share=options.sidecar)
+    cores, buckets = cores_for_loading(CLUSTER.nodes(), layout), len(list(job.place.buckets("DP")))
+    beside = len(set(layout.rank_nodes)) or max(1, cores // CORES_PER_CONSTRUCTOR)
+    constructors = options.constructor_hosts or min(buckets, beside)
+    return replace(options, hosts=options.hosts or cores, constructor_hosts=constructors, workers=options.workers or cores)
 
 
 def keep(runtime: str, address: str | None) -> Callable[[], None]:

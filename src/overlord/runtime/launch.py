@@ -9,7 +9,7 @@ from typing import Any
 from overlord.errors import JobError
 from overlord.job import Job
 from overlord.runtime.bootstrap import Blueprint
-from overlord.runtime.engines import RUNTIMES
+from overlord.runtime.engines import RUNTIMES, keep, sized
 from overlord.runtime.left import left_behind
 from overlord.runtime.options import Options
 from overlord.runtime.session import Session
@@ -28,7 +28,8 @@ def launch(
     Of trainers that broadcast: broadcast=True (False: every rank fetches its own).
     Of what is lost (process runtime): failover=True (False: a lost part ends the job), lost_after_s=15, max_restarts=3, shadows="none",
     "heavy" or "all".
-    Of the Ray runtime, which has all of these too: address="host:port" of a cluster's head (None: a cluster of this machine, for this job).
+    Of the Ray runtime, which has all of these too: address="host:port" of a cluster's head (None: a cluster of this machine, for this job),
+    rank_nodes=["gpu-0", ...] by rank, sidecar=0.5 (of those nodes' idle cores, for loaders).
     Others are still to come: partition, autoscale.
     """
     if not isinstance(job, Job):
@@ -42,6 +43,16 @@ def launch(
         raise JobError(["constructors: False is for runtime='process'; in one process there is no hop to leave out"], "launch")
     if given.shadows in ("heavy", "all") and given.failover and runtime == "local":
         raise JobError([f"shadows: {given.shadows!r} is for runtime='process'; what is in one process is lost together"], "launch")
+    if runtime == "ray" and (problems := given.problems(job)):  # before a cluster is started
+        raise JobError(problems, "launch")
+    let_go = keep(runtime, given.address)  # a cluster is there while files are indexed; then the session has it
+    try:
+        return _launched(job, runtime, resume, allow, sized(runtime, job, given))
+    finally:
+        let_go()
+
+
+def _launched(job: Job, runtime: str, resume: Mapping[str, Any] | str | None, allow: tuple[str, ...], given: Options) -> Session:
     if runtime == "process":
         from overlord import forking  # processes: for those who ask for them
 

@@ -256,7 +256,7 @@ class LoaderHost(HostActor):
         """What it does and holds, as plain values."""
         return self._pump.ask(
             lambda: {
-                "pid": os.getpid(), "loaders": self._loading.figures(), "busy": self._loading.busy(),
+                "pid": os.getpid(), "node": self._machine.node(), "loaders": self._loading.figures(), "busy": self._loading.busy(),
                 "memory": self._loading.held_bytes() | {"sending": self._ring.nbytes},  # of shared memory, in use and free
                 "files": self._handles.metrics(), "pss": pss_bytes(),
                 "links": len(self._links), "sent_bytes": self._sent_bytes,

@@ -20,11 +20,16 @@ from overlord.runtime.carrier import Executor
 from overlord.runtime.local import Pump, ThreadExecutor
 
 INTERFACE = "OVERLORD_INTERFACE"  # the environment's word for the address at which other machines reach this one
+NODE = "OVERLORD_NODE"  # and for what a cluster calls it
 MAX_SLOTS = 4096  # far above the steps of a prefetch window times the constructor hosts; bytes are what is bounded
 
 
 class Machine:
     """The real one. It travels with a host's settings, so it holds nothing."""
+
+    def node(self) -> str:
+        """What the cluster calls it; empty where there is none."""
+        return os.environ.get(NODE, "")
 
     def inside(self) -> dict[str, Any]:
         """Where servers for other hosts of the job listen: all are here, and need no network."""

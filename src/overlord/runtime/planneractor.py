@@ -250,7 +250,7 @@ class PlannerActor:
         return self._in_pump(lambda: self._host.waiting_for(rank))
 
     def figures(self) -> Future[dict[str, Any]]:
-        me = {"pid": os.getpid(), "pss": pss_bytes(), "state": "planning"}
+        me = {"pid": os.getpid(), "node": self._kit.machine.node(), "pss": pss_bytes(), "state": "planning"}
         return self._in_pump(lambda: {**self._host.figures(), "planner": me, "journal": self._host.journal.figures()})
 
     def state(self) -> Future[StreamState]:

@@ -21,7 +21,7 @@ from overlord.channel.link import TIMEOUT, Link
 from overlord.channel.server import dial
 from overlord.errors import ActorLost, FrameError
 from overlord.runtime.actor import ITSELF, Performer, exit_code
-from overlord.runtime.machine import INTERFACE
+from overlord.runtime.machine import INTERFACE, NODE
 
 DIAL_S = 30.0  # for the one who wanted it to answer
 REPLY_S = 60.0  # for it to take an answer: far above what it needs while it lives
@@ -117,7 +117,7 @@ def this_machine() -> str:
 def _take_over(home: Home, interface: str) -> None:
     """The surroundings of the program now; those of the worker are from when the cluster was started."""
     if home.environ is not None:
-        for key in [k for k in os.environ if k not in home.environ and not k.startswith("RAY_")]:
+        for key in [k for k in os.environ if k not in home.environ and k != NODE and not k.startswith("RAY_")]:
             del os.environ[key]
         os.environ.update({k: v for k, v in home.environ.items() if not k.startswith("RAY_")})
         os.chdir(home.directory)

@@ -21,12 +21,15 @@ from typing import Any
 
 from overlord.errors import DataStall, JobError, OverlordError
 from overlord.job import did_you_mean
+from overlord.runtime.machine import NODE
 from overlord.runtime.options import n_cores
+from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Body, Home
 
 try:
     import ray
     from ray import exceptions
+    from ray._private import state as ray_state
     from ray._private import worker as ray_worker
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as missing:  # said where the runtime is asked for, with what to do
@@ -51,6 +54,7 @@ class Hosted(Body):
 
     def begin(self, home: Home, far: bool, code: bytes) -> int | None:
         """Code comes with the start, and is opened when it is known where its modules are."""
+        os.environ[NODE] = ray.get_runtime_context().get_node_id()
         return self.live(home, here() if far else "", lambda: opened(code))
 
 
@@ -147,17 +151,26 @@ class Cluster:
                 return
         kill(actor)
 
+    def nodes(self) -> list[Node]:
+        """Those that live, and what they have left."""
+        idle = ray_state.available_resources_per_node()
+        return [
+            Node(
+                id=found["NodeID"], name=found.get("NodeName", ""), address=found.get("NodeManagerAddress", ""),
+                idle_cores=float(idle.get(found["NodeID"], {}).get("CPU", 0.0)),
+            )
+            for found in ray.nodes() if found["Alive"]
+        ]  # fmt: skip
+
     def node_id(self, node: str, actor: str) -> str:
         """A node by its name, address or id."""
-        known: dict[str, str] = {}
-        for found in ray.nodes():
-            if found["Alive"]:
-                known |= {str(found[key]): found["NodeID"] for key in ("NodeName", "NodeManagerAddress", "NodeID") if found.get(key)}
-        if node in known:
-            return known[node]
+        known = self.nodes()
+        for found in known:
+            if found.is_called(node):
+                return found.id
         if not self.far:
             raise JobError([f"node {node!r} was asked for, but this runtime has one machine; leave node out"], f"actor {actor!r}")
-        raise JobError([f"unknown node {node!r}{did_you_mean(node, known)}"], f"actor {actor!r}")
+        raise JobError([f"unknown node {node!r}{did_you_mean(node, [n.name for n in known])}"], f"actor {actor!r}")
 
     # connecting
 

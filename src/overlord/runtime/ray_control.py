@@ -27,6 +27,7 @@ from overlord.runtime.control import HURRY_S, SHUT_DOWN, SHUTDOWN_S, Actors, Han
 from overlord.runtime.front import Hands
 from overlord.runtime.machine import Machine, Networked
 from overlord.runtime.peers import PeerRecord, Peers
+from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Home, this_machine
 from overlord.runtime.ray_cluster import CLUSTER, Key, Place, kill, pickled, reason_of
 
@@ -70,6 +71,10 @@ class RayControl(Peers):
         self, factory: Callable[..., Any], *args: Any, name: str, resources: Mapping[str, float] | None = None, node: str | None = None
     ) -> Handle:
         return Actors.spawn(self, factory, *args, name=name, resources=resources, node=node)
+
+    def nodes(self) -> list[Node]:
+        """Where actors can be; none where there is no choice."""
+        return CLUSTER.nodes() if CLUSTER.far else []
 
     def _place(self, name: str, resources: Mapping[str, float], node: str | None) -> Place:
         others = {key: value for key, value in resources.items() if key not in ("cpus", "memory")}

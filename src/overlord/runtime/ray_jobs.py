@@ -1,7 +1,7 @@
-"""Jobs of a cluster that need no launching process: one actor of Ray's own keepers has the session, and others find it by name.
+"""Jobs of a cluster that need no launching process: an actor that Ray keeps has the session, and others find it by name.
 
-``submit`` returns when trainers can connect; whoever submitted may go. ``jobs`` and ``stop`` are for whoever comes later, from any machine that
-reaches the cluster.
+``submit`` returns when trainers can connect; whoever submitted may go. ``jobs`` and ``stop`` are for whoever comes later, from any machine
+that reaches the cluster.
 """
 
 from __future__ import annotations

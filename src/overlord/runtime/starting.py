@@ -20,11 +20,11 @@ from overlord.runtime.hostactor import Settings
 from overlord.runtime.hosting import Hosting, SourceLoad, load_of, plan_hosts
 from overlord.runtime.loaderhost import LoaderHost
 from overlord.runtime.machine import Machine
-from overlord.runtime.options import n_cores, ring_bytes
+from overlord.runtime.options import CORES_PER_CONSTRUCTOR, n_cores, ring_bytes
+from overlord.runtime.placing import Layout, Node, choose
 from overlord.runtime.sendable import sendable
 
 SIDE_BY_SIDE = 8  # steps, where several hosts read: they are not equally fast at every step
-CORES_PER_CONSTRUCTOR = 16  # one builds a hundred million tokens a second; with several, loaders must sort payload by host
 
 
 def loads_of(blueprint: Blueprint) -> list[SourceLoad]:
@@ -74,6 +74,12 @@ def settings_of(blueprint: Blueprint, hosting: Hosting, token: str, generation: 
     )  # fmt: skip
 
 
+def layout_of(blueprint: Blueprint, constructor_of: Sequence[int]) -> Layout:
+    buckets, options = list(blueprint.job.place.buckets("DP")), blueprint.options
+    served = [tuple(r for b, c in enumerate(constructor_of) if c == host for r in buckets[b]) for host in range(max(constructor_of) + 1)]
+    return Layout(rank_nodes=tuple(options.rank_nodes or ()), ranks_of=tuple(served), share=options.sidecar)
+
+
 class Starter(Protocol):
     """Starts hosts, and does not wait for them; the handles are of the control plane by which they are called."""
 
@@ -94,6 +100,7 @@ class Recipes:
         self._control, self._blueprint, self._settings = control, blueprint, settings
         self._constructor_of = np.asarray(constructor_of)
         self._born = itertools.count(1)
+        self._placed: dict[str, str] = {}  # hosts by name, on a cluster's nodes
         self._kits: dict[int, SourceKit] = {}  # those that can be sent, once that is known
 
     def constructor(self, c: int) -> Handle:
@@ -102,23 +109,25 @@ class Recipes:
         buckets = {b: tuple(ranks[b]) for b in np.flatnonzero(self._constructor_of == c).tolist()}
         return self._control.spawn(
             ConstructorHost, c, self._settings, buckets, job.batch, job.document_multiple, hooks, blueprint.images,
-            name=f"constructor-host/{c}",
+            name=f"constructor-host/{c}", node=self._node(f"constructor-host/{c}"),
         )  # fmt: skip
 
     def loader_host(self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str]) -> Handle:
         job = self._blueprint().job
         kits = {i: self._kit(i) for i in sorted(sources)}
         return self._control.spawn(
-            LoaderHost,
-            h,
-            replace(self._settings, born=next(self._born)),
-            kits,
-            openings,
-            constructors,
-            of_kind(job.hooks, LOADER),
-            job.seed,
-            name=f"loader-host/{h}",
-        )
+            LoaderHost, h, replace(self._settings, born=next(self._born)), kits, openings, constructors, of_kind(job.hooks, LOADER),
+            job.seed, name=f"loader-host/{h}", node=self._node(f"loader-host/{h}"),
+        )  # fmt: skip
+
+    def _node(self, name: str) -> str | None:
+        """Where a host goes, on a cluster; one that is started again stays, if its node is there."""
+        nodes: list[Node] = getattr(self._control, "nodes", list)()
+        if not nodes:
+            return None
+        if self._placed.get(name) not in {node.id for node in nodes}:
+            self._placed[name] = choose(name, nodes, layout_of(self._blueprint(), self._constructor_of.tolist()), self._placed)
+        return self._placed[name]
 
     def _kit(self, i: int) -> SourceKit:
         blueprint = self._blueprint()
