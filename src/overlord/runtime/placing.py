@@ -51,7 +51,8 @@ def choose(name: str, nodes: Sequence[Node], layout: Layout, placed: Mapping[str
     for some, share in ((trainers, layout.share), (others, 1.0)):
         if room := [n for n in some if int(n.idle_cores * share) > load[n.id]]:
             return min(room, key=lambda n: (load[n.id] - int(n.idle_cores * share), n.id)).id
-    return min(nodes, key=lambda n: (load[n.id] / max(1.0, n.idle_cores), n.id)).id  # none has room: the least crowded
+    some = [n for n in nodes if n.idle_cores >= 1] or list(nodes)  # a head is often told to have no cores, so that it is left alone
+    return min(some, key=lambda n: (load[n.id] / max(1.0, n.idle_cores), n.id)).id  # none has room: the least crowded
 
 
 def cores_for_loading(nodes: Sequence[Node], layout: Layout) -> int:

@@ -39,6 +39,7 @@ _raylet: Any = ray._raylet  # its stubs do not know all of it
 log = logging.getLogger("overlord")
 
 DIED = "its process died without a word: it was killed, crashed or ran out of memory"
+GONE = "it is gone with its node, or before Ray could say how"
 MAX_IDLE = 16  # processes that wait for an actor of their name
 STORE_BYTES = 80 * 2**20  # near the least that Ray takes: no payload passes through its store
 FOLDER = "overlord-ray-"
@@ -54,7 +55,7 @@ class Hosted(Body):
 
     def begin(self, home: Home, far: bool, code: bytes) -> int | None:
         """Code comes with the start, and is opened when it is known where its modules are."""
-        os.environ[NODE] = ray.get_runtime_context().get_node_id()
+        os.environ[NODE] = node_here()
         return self.live(home, here() if far else "", lambda: opened(code))
 
 
@@ -249,6 +250,11 @@ def here() -> str:
     return str(ray.util.get_node_ip_address())
 
 
+def node_here() -> str:
+    """Its id."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
 # jobs that nobody waits for
 
 
@@ -294,6 +300,8 @@ def reason_of(error: BaseException) -> str:
     said = " ".join(str(error).strip().splitlines()[-1:])
     if "unexpectedly exits with a connection error" in said:  # all that Ray knows of a signal, a crash or os._exit
         return DIED
+    if "never ran" in said:  # what Ray says of an actor that did, when its node is gone
+        return GONE
     return f"its process died: {said[:300] or type(error).__name__}"
 
 

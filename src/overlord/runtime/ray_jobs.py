@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,7 @@ class Keeper:
             return told
         figures = session.metrics()
         parts = tuple(
-            {"name": a["name"], "node": a.get("node", ""), "pid": a["pid"], "state": a["state"]}
+            {"name": a["name"], "node": a.get("node") or ray_cluster.node_here(), "pid": a["pid"], "state": a["state"]}
             for a in figures["actors"] if a["role"] in ("host", "planner")
         )  # fmt: skip
         serving = session._serving
@@ -119,7 +120,8 @@ def submit(job: Job, *, address: str | None, host: str = "", port: int = 0, toke
 def jobs(address: str | None) -> list[Status]:
     """All that were submitted to a cluster and not stopped."""
     with ray_cluster.cluster(_wanted(address)):
-        return [_status(name) for name in ray_cluster.kept()]
+        names = {node.id: node.name or node.address for node in ray_cluster.CLUSTER.nodes()}
+        return [_status(name, names) for name in ray_cluster.kept()]
 
 
 def stop(name: str, address: str | None) -> None:
@@ -135,9 +137,11 @@ def stop(name: str, address: str | None) -> None:
             ray_cluster.kill(keeper)
 
 
-def _status(name: str) -> Status:
+def _status(name: str, nodes: Mapping[str, str]) -> Status:
     try:
-        return Status(**ray_cluster.ask(ray_cluster.kept_by(name), "status", timeout_s=ASK_S, what=f"job {name!r} to say how it is"))
+        told = ray_cluster.ask(ray_cluster.kept_by(name), "status", timeout_s=ASK_S, what=f"job {name!r} to say how it is")
+        parts = tuple(part | {"node": nodes.get(part["node"], part["node"])} for part in told["parts"])
+        return Status(**told | {"parts": parts})
     except OverlordError as fault:
         return Status(name=name, state=f"unknown: {fault}", address="", steps=0, taken=-1, clients=0, parts=())
 
@@ -146,6 +150,6 @@ def _wanted(address: str | None) -> str:
     """A cluster of this machine alone would end with this process."""
     if address is None:
         raise JobError(
-            ["address: wanted host:port of a Ray cluster's head; a job can only outlive a process on a cluster that does"], "ray"
+            ["address: wanted host:port of a Ray cluster's head; a job can only outlive a process on a cluster that does"], "launch"
         )
     return address
