@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -42,7 +43,9 @@ DIED = "its process died without a word: it was killed, crashed or ran out of me
 GONE = "it is gone with its node, or before Ray could say how"
 MAX_IDLE = 16  # processes that wait for an actor of their name
 STORE_BYTES = 80 * 2**20  # near the least that Ray takes: no payload passes through its store
-FOLDER = "overlord-ray-"
+FOLDER = "ov-ray-"
+MAX_ROOT = 18  # letters: a socket's path has 107, and Ray puts 65 of its own behind the folder
+REACH_S = 10.0
 KEPT = "overlord-jobs"  # the namespace of jobs that live on by themselves
 # Ray's own settings, where nobody has said otherwise. Workers beside a busy trainer starve at Ray's niceness of 15. A driver that has lost
 # its cluster's head ends the whole program after a minute: a trainer must not die of that.
@@ -184,8 +187,10 @@ class Cluster:
                 self._set({"RAY_AUTH_MODE": "token"} | ({} if _has_token(named=True) else {"RAY_AUTH_TOKEN": secrets.token_hex(32)}))
                 settings |= {"num_cpus": n_cores(), "include_dashboard": False, "object_store_memory": STORE_BYTES}
                 settings |= {"_temp_dir": str(self._folder)}
-            elif _has_token():  # Ray would not look for it where an address is given
-                self._set({"RAY_AUTH_MODE": "token"})
+            else:
+                _reach(address)
+                if _has_token():  # Ray would not look for it where an address is given
+                    self._set({"RAY_AUTH_MODE": "token"})
             _raylet.Config.initialize("")  # the environment counts as it is now, though Ray may have been imported long ago
             _raylet.AuthenticationTokenLoader.instance().reset_cache()
             ray.init(address or "local", **settings)
@@ -321,12 +326,20 @@ def _cannot(address: str | None) -> str:
     return f"address: {address!r} could not be reached as a Ray cluster; wanted host:port of its head, and its token in RAY_AUTH_TOKEN_PATH"
 
 
+def _reach(address: str) -> None:
+    """Whether anyone is there: Ray would wait for as long as it waits for a head that was lost."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), REACH_S).close()
+
+
 def _new_folder() -> Path:
     """A folder of its own for a cluster: nothing that another one left behind is found there. Those of programs that were killed go."""
     root = Path(tempfile.gettempdir())
+    if len(str(root)) > MAX_ROOT:
+        root = Path("/tmp")
     for old in root.glob(f"{FOLDER}*"):
         pid = old.name.removeprefix(FOLDER).partition("-")[0]
         with contextlib.suppress(OSError):
             if pid.isdigit() and old.stat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
                 shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
+    return Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-", dir=root))
