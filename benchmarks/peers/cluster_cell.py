@@ -151,8 +151,7 @@ class _Cell:
     def measured(self) -> Outcome:
         self._start()
         self._until(lambda: len(self._heard("ready")) == len(self.children), self.limits.start_s, "to import")
-        for child in self.children:
-            self.ledger.named[child.pid] = RANKS if self.embedded else LAUNCHER
+        self.ledger.peak = dict.fromkeys(self.ledger.peak, 0.0)  # imports count for nobody
         go, busy, spent = self._moment(), busy_seconds(), time.process_time()
         server = self._server()
         self._tell(server, "go")
@@ -205,7 +204,6 @@ class _Cell:
             for line in self._rank_lines():
                 self._tell(line, facts["serving"])
         self._until(lambda: len(self._ranks()) == self.work.ranks, self.limits.start_s, "all ranks")
-        self.ledger.named |= {s.pid: RANKS for s in self._ranks()}
         return float(facts["cluster"])
 
     def _reach(self, share: float, deadline: float) -> Moment:
@@ -335,6 +333,7 @@ class _Cell:
         for fields in map(json.loads, whole):
             said.name, said.pid = fields.get("hello", said.name), fields.get("pid", said.pid)
             said.facts |= fields
+            self.ledger.named[said.pid] = RANKS if said.is_rank else LAUNCHER
             if "failed" in fields or "ended" in fields:
                 self._fail(f"{said.name}: {fields.get('failed', 'ran out of data')}")
             if fields.get("steps") == 1:

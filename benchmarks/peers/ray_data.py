@@ -161,7 +161,7 @@ def mixed(corpus: Corpus, work: Work, folder: Path) -> Any:
     datasets = []
     for number, share in enumerate(corpus.weights):
         paths = links(folder / str(number), list(corpus.sources), [number] * (2 + math.ceil(share * files_wanted(corpus, work))))
-        read = ray.data.read_parquet(paths, override_num_blocks=len(paths)).select_columns([work.column])
+        read = ray.data.read_parquet(paths, override_num_blocks=len(paths), columns=[work.column])
         datasets.append(read.map_batches(tag, **_whole_blocks(number=number)))
     return datasets[0].mix(*datasets[1:], weights=corpus.weights.tolist(), stopping_condition=MixStoppingCondition.STOP_ON_SHORTEST)
 
@@ -172,8 +172,7 @@ def listed(corpus: Corpus, work: Work, folder: Path) -> Any:
     rng = np.random.default_rng(work.seed)
     drawn = rng.choice(len(corpus.sources), size=math.ceil(files_wanted(corpus, work)), p=corpus.weights).tolist()
     paths = links(folder / "all", list(corpus.sources), drawn)
-    read = ray.data.read_parquet(paths, override_num_blocks=len(paths), include_paths=True)
-    return read.select_columns([work.column, "path"])
+    return ray.data.read_parquet(paths, override_num_blocks=len(paths), columns=[work.column], include_paths=True)
 
 
 def _whole_blocks(**arguments: Any) -> dict[str, Any]:
@@ -224,4 +223,6 @@ def _watch(taking: list[Any], line: Line) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from peers import ray_data  # under its own name: workers import what they are sent
+
+    ray_data.main()
