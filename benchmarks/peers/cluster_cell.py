@@ -190,7 +190,9 @@ class _Cell:
         paths = os.pathsep.join([str(HERE), str(HERE.parent / "src")])
         environment = {**os.environ, **single, "PYTHONPATH": paths, "OVERLORD_CACHE": str(self.folder / "cache")}
         command = [sys.executable, "-m", module, *arguments]
-        self.children.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.errors, stderr=self.errors, env=environment, cwd=HERE))
+        self.children.append(
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.errors, stderr=self.errors, env=environment, cwd=HERE)
+        )
 
     def _work(self, rank: int = 0) -> str:
         return json.dumps(asdict(replace(self.work, rank=rank)))

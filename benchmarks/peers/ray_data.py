@@ -161,7 +161,7 @@ def mixed(corpus: Corpus, work: Work, folder: Path) -> Any:
     datasets = []
     for number, share in enumerate(corpus.weights):
         paths = links(folder / str(number), list(corpus.sources), [number] * (2 + math.ceil(share * files_wanted(corpus, work))))
-        read = ray.data.read_parquet(paths, override_num_blocks=len(paths), columns=[work.column])
+        read = ray.data.read_parquet(paths, override_num_blocks=len(paths)).select_columns([work.column])
         datasets.append(read.map_batches(tag, **_whole_blocks(number=number)))
     return datasets[0].mix(*datasets[1:], weights=corpus.weights.tolist(), stopping_condition=MixStoppingCondition.STOP_ON_SHORTEST)
 
@@ -172,7 +172,8 @@ def listed(corpus: Corpus, work: Work, folder: Path) -> Any:
     rng = np.random.default_rng(work.seed)
     drawn = rng.choice(len(corpus.sources), size=math.ceil(files_wanted(corpus, work)), p=corpus.weights).tolist()
     paths = links(folder / "all", list(corpus.sources), drawn)
-    return ray.data.read_parquet(paths, override_num_blocks=len(paths), columns=[work.column], include_paths=True)
+    read = ray.data.read_parquet(paths, override_num_blocks=len(paths), include_paths=True)
+    return read.select_columns([work.column, "path"])
 
 
 def _whole_blocks(**arguments: Any) -> dict[str, Any]:
@@ -190,7 +191,7 @@ def main() -> None:
     line.hear()
     cores = len(os.sched_getaffinity(0))
     ray.init(
-        "local", num_cpus=cores, include_dashboard=False, object_store_memory=STORE_BYTES, log_to_driver=False, logging_level=40,
+        "local", num_cpus=cores, include_dashboard=False, object_store_memory=int(os.environ.get('STORE_MB', 512)) * 2**20 or None, log_to_driver=False, logging_level=40,
         _temp_dir=str(temporary / "ray"),
     )  # fmt: skip
     given = {name: getattr(work, name) for name in Work.__slots__}
@@ -203,7 +204,7 @@ def main() -> None:
     context.enable_progress_bars = False
     corpus = open_corpus(Path(work.folder), work.n_sources)
     rows = (listed if work.peer == "ray-data-list" else mixed)(corpus, work, temporary)
-    splits = rows.map_batches(pack, **_whole_blocks(work=given)).streaming_split(work.ranks)
+    splits = rows.map_batches(pack, num_cpus=float(os.environ.get("PACK_CPUS", 1)), **_whole_blocks(work=given)).streaming_split(work.ranks)
     taking = [rank.take.remote(split) for rank, split in zip(ranks, splits, strict=True)]
     line.say(serving=None, hosts=[])
     threading.Thread(target=_watch, args=(taking, line), daemon=True).start()

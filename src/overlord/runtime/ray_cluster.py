@@ -97,6 +97,7 @@ class Cluster:
         self._set_here: list[str] = []  # what we have put into the environment
         self._idle: list[tuple[Key, Any]] = []  # actors that have left, whose processes are there
         self._numbers = itertools.count(1)
+        self._pid = 0  # a forked copy of this process has no part in it
         self._run = ""  # tells the names of one connection from those of another
 
     def hold(self, address: str | None) -> None:
@@ -106,13 +107,15 @@ class Cluster:
                 self._ours = not ray.is_initialized()
                 if self._ours:
                     self._begin(address)
-                self.address, self._run = address, secrets.token_hex(4)
+                self.address, self._run, self._pid = address, secrets.token_hex(4), os.getpid()
             elif address is not None and address != self.address:
                 now = self.address or "a cluster of this machine"
                 raise JobError([f"address: {address!r} was asked for, but this process is connected to {now}: close that first"], "launch")
             self._holders += 1
 
     def release(self) -> None:
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._holders -= 1
             if self._holders:

@@ -61,7 +61,7 @@ class RayControl(Peers):
         except BaseException:
             CLUSTER.release()
             raise
-        self._job, self._machine_id = job, this_machine()
+        self._job, self._machine_id, self._pid = job, this_machine(), os.getpid()
         self._news = Hands(1, "ray")  # what Ray says is heard in a thread of ours: in its own nothing may be asked of it
         self._home = {"address": self.address, "token": self.token, "path": tuple(p for p in sys.path if p)}
 
@@ -178,6 +178,8 @@ class RayControl(Peers):
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
         """Every actor finishes its calls, is closed and goes; one that has not at the deadline is killed."""
+        if os.getpid() != self._pid:  # a forked copy of the program: the actors are not its own
+            return
         if self._in_callback():
             raise OverlordError("shutdown waits for the thread that runs callbacks; call it from another thread")
         if not self._close_once():
