@@ -163,7 +163,7 @@ class _Cell:
         end = self._reach(1.0, deadline)
         self.ledger.look_at_memory()
         processes, busy = len(living()), busy_seconds() - busy - (time.process_time() - spent)
-        idle = self._idle()
+        idle = self._idle() if self.work.peer != "bare" else dict.fromkeys(end.cpu, 0.0)
         waits, late, ahead = self._paced(server) if self.work.peer != "bare" else ([], False, None)
         return Outcome(
             peer=self.work.peer, job=self.work.job, n_sources=self.work.n_sources, ranks=self.work.ranks, processes=processes,

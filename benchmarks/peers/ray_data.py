@@ -3,13 +3,12 @@
 
 ``ray-data`` reads every source as a dataset and mixes them by ``Dataset.mix``. ``ray-data-list`` reads one list of files, drawn by weight
 beforehand: cheaper, and a mixture that nobody can change. Each choice below is the cheaper one for Ray Data: a block is a file (so it mixes
-files where all others mix rows), packed ids travel as int32 and the rank widens them, tokenizers stay loaded in workers, and ranks exist
-before the clock starts that leaves out the cluster. Sources repeat by links to their files: Ray Data reads a path once.
+files where all others mix rows), packed ids travel as int32 and the rank widens them, tokenizers stay loaded, and ranks exist before the
+clock starts that leaves out the cluster. Sources repeat by links to their files: Ray Data reads a path once.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -34,6 +33,7 @@ STORE_BYTES = 512 * 2**20  # Ray would take 30 % of the machine's memory, and wa
 MORE = 2.0  # times the tokens that a run wants are there to be read: it must not come to its end
 TOKENS_PER_WORD = {"null": 1.0, "tokenized": 1.45}
 ROW_TAG = "source"
+BLOCKS: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow", "zero_copy_batch": True}  # whole ones
 SETTINGS = {  # the first four are what Overlord sets too
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
@@ -47,24 +47,29 @@ SETTINGS = {  # the first four are what Overlord sets too
 # ---- in workers -----------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def encoder_of(folder: str, n_sources: int, job: str, context: int) -> Encoder:
-    return Encoder(open_corpus(Path(folder), n_sources), job, context)
-
-
 def tag(table: pa.Table, number: int) -> pa.Table:
     return table.append_column(ROW_TAG, pa.array(np.full(len(table), number, np.int32)))
 
 
-def pack(table: pa.Table, work: dict[str, Any]) -> pa.Table:
-    """Next-fit over the rows of a block; a row of the result is a microbatch. What is left at its end is a microbatch too."""
-    at = Work(**work)
-    encode = encoder_of(at.folder, at.n_sources, at.job, at.context)
-    documents = encode(rows_of(table.column(at.column).combine_chunks()))
+class Pack:
+    """Next-fit over the rows of a block; a row of the result is a microbatch. What is left at its end is a microbatch too.
+
+    An actor: its tokenizer is loaded once, and it has a core to itself. As tasks, these would wait until all that can be read
+    has been: with many sources for minutes."""
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.encode = Encoder(open_corpus(Path(work.folder), work.n_sources), work.job, work.context)
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        return packed(table, self.encode(rows_of(table.column(self.work.column).combine_chunks())), self.work.context)
+
+
+def packed(table: pa.Table, documents: list[np.ndarray], context: int) -> pa.Table:
     sizes = np.fromiter(map(len, documents), np.int64, len(documents))
     firsts, filled = [0], 0
     for i, size in enumerate(sizes.tolist()):
-        if filled + size > at.context:
+        if filled + size > context:
             firsts.append(i)
             filled = 0
         filled += size
@@ -162,7 +167,7 @@ def mixed(corpus: Corpus, work: Work, folder: Path) -> Any:
     for number, share in enumerate(corpus.weights):
         paths = links(folder / str(number), list(corpus.sources), [number] * (2 + math.ceil(share * files_wanted(corpus, work))))
         read = ray.data.read_parquet(paths, override_num_blocks=len(paths)).select_columns([work.column])
-        datasets.append(read.map_batches(tag, **_whole_blocks(number=number)))
+        datasets.append(read.map_batches(tag, fn_kwargs={"number": number}, **BLOCKS))
     return datasets[0].mix(*datasets[1:], weights=corpus.weights.tolist(), stopping_condition=MixStoppingCondition.STOP_ON_SHORTEST)
 
 
@@ -176,10 +181,6 @@ def listed(corpus: Corpus, work: Work, folder: Path) -> Any:
     return read.select_columns([work.column, "path"])
 
 
-def _whole_blocks(**arguments: Any) -> dict[str, Any]:
-    return {"batch_size": None, "batch_format": "pyarrow", "zero_copy_batch": True, "fn_kwargs": arguments}
-
-
 def main() -> None:
     path, work, temporary = sys.argv[1], Work(**json.loads(sys.argv[2])), Path(sys.argv[3])
     os.environ.update(SETTINGS)
@@ -191,7 +192,7 @@ def main() -> None:
     line.hear()
     cores = len(os.sched_getaffinity(0))
     ray.init(
-        "local", num_cpus=cores, include_dashboard=False, object_store_memory=int(os.environ.get('STORE_MB', 512)) * 2**20 or None, log_to_driver=False, logging_level=40,
+        "local", num_cpus=cores, include_dashboard=False, object_store_memory=STORE_BYTES, log_to_driver=False, logging_level=40,
         _temp_dir=str(temporary / "ray"),
     )  # fmt: skip
     given = {name: getattr(work, name) for name in Work.__slots__}
@@ -204,7 +205,8 @@ def main() -> None:
     context.enable_progress_bars = False
     corpus = open_corpus(Path(work.folder), work.n_sources)
     rows = (listed if work.peer == "ray-data-list" else mixed)(corpus, work, temporary)
-    splits = rows.map_batches(pack, num_cpus=float(os.environ.get("PACK_CPUS", 1)), **_whole_blocks(work=given)).streaming_split(work.ranks)
+    packing = {"fn_constructor_kwargs": {"work": work}, "concurrency": max(1, cores - 1), **BLOCKS}
+    splits = rows.map_batches(Pack, **packing).streaming_split(work.ranks)
     taking = [rank.take.remote(split) for rank, split in zip(ranks, splits, strict=True)]
     line.say(serving=None, hosts=[])
     threading.Thread(target=_watch, args=(taking, line), daemon=True).start()
