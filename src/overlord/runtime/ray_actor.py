@@ -63,11 +63,12 @@ class Body:
                 performer.close()
         except SystemExit as e:
             return exit_code(e)
+        else:
+            return 1 if line.faulty else None
         finally:
             line.close()
             sys.stdout.flush()
             sys.stderr.flush()
-        return None
 
 
 class Line:
@@ -75,6 +76,7 @@ class Line:
 
     def __init__(self, link: Link):
         self._link, self._leaving = link, False
+        self.faulty = False  # whether it could not be made, or did not close well
         self._calls: SimpleQueue[Call] = SimpleQueue()
         threading.Thread(target=self._read, name="overlord-calls", daemon=True).start()
 
@@ -83,6 +85,7 @@ class Line:
             performer.perform(*call)
 
     def reply(self, number: int, header: bytes, columns: list[np.ndarray]) -> None:
+        self.faulty = self.faulty or number == ITSELF
         try:
             self._link.send((number, header, columns), timeout_s=REPLY_S)
         except ActorLost:

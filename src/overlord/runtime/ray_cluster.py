@@ -133,21 +133,23 @@ class Cluster:
     # actors
 
     def start(self, key: Key, home: Home, code: bytes) -> tuple[Any, Future[Any]]:
-        """An actor, and its life: done when that is over."""
-        actor = self._process(key)
-        life: Future[Any] = actor.begin.remote(home, self.far, code).future()
+        """An actor, and its life: done when that is over. Under the lock: Ray starts a cluster for who asks when it is gone."""
+        with self._lock:
+            if not self._holders:
+                raise OverlordError("the cluster was released")
+            actor = self._process(key)
+            life: Future[Any] = actor.begin.remote(home, self.far, code).future()
         return actor, life
 
     def _process(self, key: Key) -> Any:
         """Of an actor of the same name that has left (a session that goes back starts all its parts again), or a new one. A name is used
         once: Ray keeps that of an actor that was killed for as long as somebody remembers it."""
-        with self._lock:
-            for i, (of, actor) in enumerate(self._idle):
-                if of == key:
-                    del self._idle[i]
-                    return actor
-            job, name, place = key
-            named = {"name": f"{name}#{next(self._numbers)}", "namespace": f"overlord-{job}-{self._run}"}
+        for i, (of, actor) in enumerate(self._idle):
+            if of == key:
+                del self._idle[i]
+                return actor
+        job, name, place = key
+        named = {"name": f"{name}#{next(self._numbers)}", "namespace": f"overlord-{job}-{self._run}"}
         return ray.remote(Hosted).options(max_restarts=0, max_task_retries=0, **named, **place.options()).remote()
 
     def give_back(self, key: Key, actor: Any) -> None:
@@ -235,7 +237,8 @@ def cluster(address: str | None = None) -> Iterator[Cluster]:
 
 def kill(actor: Any) -> None:
     with contextlib.suppress(Exception):  # it is gone already, or the cluster is
-        ray.kill(actor, no_restart=True)
+        if ray.is_initialized():
+            ray.kill(actor, no_restart=True)
 
 
 def pickled(name: str, code: tuple[Any, ...]) -> bytes:

@@ -45,7 +45,7 @@ class RayRecord(PeerRecord):
         super().__init__(name)
         self.actor: Any = None
         self.near = False  # whether its process is one of this machine
-        self.killed = self.leaving = self.spoiled = False  # spoiled: it did not close well
+        self.killed = self.leaving = False
 
 
 class RayControl(Peers):
@@ -96,6 +96,8 @@ class RayControl(Peers):
         except Exception as fault:
             self._by_ticket.pop(record.ticket, None)
             raise JobError([f"Ray cannot start it: {type(fault).__name__}: {str(fault)[:500]}"], f"actor {record.name!r}") from fault
+        if self._closed:  # meanwhile
+            kill(record.actor)
         life.add_done_callback(lambda future: self._news.do(lambda: self._life_over(record, future)))
         return handle
 
@@ -134,7 +136,7 @@ class RayControl(Peers):
         """Ray says that it is over. What the actor said before still counts: the end of its link says that all was read."""
         error = life.exception()
         code = None if error else life.result()
-        if record.leaving and not record.killed and not record.spoiled and error is None and code is None:
+        if record.leaving and not record.killed and error is None and code is None:
             CLUSTER.give_back(self._key(record), record.actor)
         else:
             kill(record.actor)
@@ -171,7 +173,6 @@ class RayControl(Peers):
         assert isinstance(record, RayRecord)
         _, fault = open_reply(record.name, header, columns)
         if record.leaving:
-            record.spoiled = True
             log.warning("actor %s did not close well: %s", record.name, fault)
         else:
             record.fault = fault
