@@ -237,8 +237,8 @@ def _words(known: Sequence[str], given: str) -> list[str]:
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Writes every run's figures there.")
 @click.option("--save", "saving", is_flag=True, help="Writes the page, dated, to benchmarks/results.")
 def main(
-    sources: list[int], jobs: str, ranks: list[int], peers: str, run_s: float, start_s: float, quick: bool, data: Path, seed: int, idle_s: float,
-    json_path: Path | None, saving: bool,
+    sources: list[int], jobs: str, ranks: list[int], peers: str, run_s: float, start_s: float, quick: bool, data: Path, seed: int,
+    idle_s: float, json_path: Path | None, saving: bool,
 ) -> None:  # fmt: skip
     console, today = wide_console(), datetime.date.today().isoformat()
     settings = settings_of(_words(tuple(TOKENS), jobs), sources, ranks, _words(tuple(PEERS), peers))

@@ -144,7 +144,7 @@ class _Cell:
         self.selector.register(self.listener, selectors.EVENT_READ, None)
         self.said: dict[socket.socket, Said] = {}
         self.children: list[subprocess.Popen[bytes]] = []
-        self.memory_at = 0.0
+        self.memory_at = self.look_at = 0.0  # when to look next
 
     # the run
 
@@ -161,6 +161,8 @@ class _Cell:
         deadline = first.at + self.limits.run_s
         warm = self._reach(WARM_SHARE, first.at + WARM_SHARE * self.limits.run_s)
         end = self._reach(1.0, deadline)
+        if end.tokens == warm.tokens:
+            self._fail(f"no step in {end.at - warm.at:.0f} s")
         self.ledger.look_at_memory()
         processes, busy = len(living()), busy_seconds() - busy - (time.process_time() - spent)
         idle = self._idle() if self.work.peer != "bare" else dict.fromkeys(end.cpu, 0.0)
@@ -312,11 +314,13 @@ class _Cell:
 
     def _listen(self, within_s: float) -> None:
         """What is said, and meanwhile CPU and memory: processes that end are not seen later."""
-        if time.monotonic() > self.memory_at:
+        now = time.monotonic()
+        if now >= self.memory_at:
             self.ledger.look_at_memory()
-            self.memory_at = time.monotonic() + MEMORY_S
-        else:
+            self.memory_at, self.look_at = time.monotonic() + MEMORY_S, time.monotonic() + LOOK_S
+        elif now >= self.look_at:
             self.ledger.look()
+            self.look_at = time.monotonic() + LOOK_S
         for key, _ in self.selector.select(within_s):
             if key.fileobj is self.listener:
                 line = self.listener.accept()[0]

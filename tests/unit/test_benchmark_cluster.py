@@ -26,7 +26,16 @@ BENCHMARKS = Path(cluster.__file__).parent
 def outcome(peer: str, cpu_s: float, mb: float, **more: Any) -> Outcome:
     """A run of a million tokens."""
     given: dict[str, Any] = dict.fromkeys(Outcome.__dataclass_fields__, 0)
-    given |= {"peer": peer, "job": "null", "n_sources": 300, "ranks": 8, "tokens": 10**6, "steady_tokens": 10**6, "steady_s": 1.0}
+    given |= {
+        "peer": peer,
+        "job": "null",
+        "n_sources": 300,
+        "ranks": 8,
+        "tokens": 10**6,
+        "steady_tokens": 10**6,
+        "steady_s": 1.0,
+        "whole_cpu_s": cpu_s,
+    }
     given |= {"steady_cpu": dict.fromkeys(PARTS, cpu_s / len(PARTS)), "pss_mb": dict.fromkeys(PARTS, mb / len(PARTS)) | {"all": mb}}
     return Outcome(**given | {"idle_parts": dict.fromkeys(PARTS, 0.0), "waits": [0.001], "ahead": 3} | more)
 
