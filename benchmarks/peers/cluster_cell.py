@@ -64,6 +64,7 @@ class Outcome:
     pss_mb: dict[str, float]  # highest seen, by part and in all
     idle_cores: float
     idle_parts: dict[str, float]
+    settled: bool  # at rest; else that is read-ahead
     waits: list[float]  # of all ranks, step by step, at a trainer's pace
     late: bool  # it could not keep that pace
     ahead: int | None  # least steps that were planned and not yet taken, at that pace
@@ -165,7 +166,7 @@ class _Cell:
             self._fail(f"no step in {end.at - warm.at:.0f} s")
         self.ledger.look_at_memory()
         processes, busy = len(living()), busy_seconds() - busy - (time.process_time() - spent)
-        idle = self._idle() if self.work.peer != "bare" else dict.fromkeys(end.cpu, 0.0)
+        idle, settled = self._idle() if self.work.peer != "bare" else (dict.fromkeys(end.cpu, 0.0), True)
         waits, late, ahead = self._paced(server) if self.work.peer != "bare" else ([], False, None)
         return Outcome(
             peer=self.work.peer, job=self.work.job, n_sources=self.work.n_sources, ranks=self.work.ranks, processes=processes,
@@ -173,7 +174,7 @@ class _Cell:
             steady_cpu={part: end.cpu[part] - warm.cpu[part] for part in end.cpu}, whole_cpu_s=end.total - go.total,
             start_cpu_s=first.total - go.total, cluster_s=cluster_at - go.at,
             first_s=max(s.first_at for s in self._ranks()) - go.at, pss_mb=dict(self.ledger.peak), idle_cores=sum(idle.values()),
-            idle_parts=idle, waits=waits, late=late, ahead=ahead, left=self._close(server),
+            idle_parts=idle, settled=settled, waits=waits, late=late, ahead=ahead, left=self._close(server),
             others_cores=max(0.0, busy - (end.total - go.total)) / (end.at - go.at),
         )  # fmt: skip
 
@@ -215,8 +216,8 @@ class _Cell:
             self._listen(min(LOOK_S, max(0.0, deadline - time.monotonic())))
         return self._moment()
 
-    def _idle(self) -> dict[str, float]:
-        """Cores that work while nobody asks for steps, by part."""
+    def _idle(self) -> tuple[dict[str, float], bool]:
+        """Cores that work while nobody asks for steps, by part; and whether read-ahead is over."""
         self._tell_ranks([REST, 0.0])
         before, until = self._moment(), time.monotonic() + SETTLE_S
         while time.monotonic() < until:
@@ -228,7 +229,8 @@ class _Cell:
         start = self._moment()
         self._wait(self.limits.idle_s)
         end = self._moment()
-        return {part: (end.cpu[part] - start.cpu[part]) / (end.at - start.at) for part in end.cpu}
+        cores = {part: (end.cpu[part] - start.cpu[part]) / (end.at - start.at) for part in end.cpu}
+        return cores, sum(cores.values()) < SETTLED
 
     def _paced(self, server: socket.socket) -> tuple[list[float], bool, int | None]:
         """What trainers wait for a step that they want every so often; the first one is left out."""

@@ -74,9 +74,10 @@ def test_targets_are_judged_as_by_hand(cpu_s: float, mb: float, first_s: float, 
 
 
 def test_the_page_names_a_cell_that_failed() -> None:
-    setting = cluster.Setting("null", 5, 2, ["bare", "ray-data"], [outcome("bare", 0.02, 100)], {"ray-data": "ray-data: hung up\nmore"})
-    text = "\n".join("|".join(row) for row in cluster.rows_of(setting))
-    assert "ray-data|failed" in text
+    setting = cluster.Setting("null", 5, 2, ["bare", "ray-data"], [outcome("bare", 0.02, 100)], {"ray-data": "hung up\nmore"})
+    text = cluster.page([setting], "2026-01-01", "python benchmarks/cluster.py")
+    assert "| ray-data | failed |" in text
+    assert "- ray-data: hung up" in text
     assert all(len(row) == len(cluster.HEAD) for row in cluster.rows_of(setting))
 
 
