@@ -24,7 +24,7 @@ from peers.work import Work
 HERE = Path(__file__).resolve().parents[1]
 EMBEDDED = ("bare", "overlord")
 RAY_DATA = ("ray-data", "ray-data-list")
-LOOK_S, MEMORY_S = 0.2, 1.0  # between two looks at CPU and memory
+LOOK_S, MEMORY_S = 0.4, 2.0  # between two looks at CPU and memory: looking takes CPU too, and that of a cell waits for it
 SETTLE_S, SETTLED = 8.0, 0.25  # at most so long until read-ahead is filled and less than so many cores work
 CLOSE_S, KILL_S = 15.0, 10.0
 PACED_STEPS = 8

@@ -55,11 +55,12 @@ def below_me() -> list[Seen]:
 
 def _seen(pid: int) -> Seen | None:
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            text = file.read(4096)
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the command's name may hold spaces
-    return Seen(pid, int(fields[1]), int(fields[19]), (int(fields[11]) + int(fields[12])) / TICKS, fields[0] in "ZX")
+    fields = text[text.rindex(b")") + 2 :].split(None, 21)  # the command's name may hold spaces
+    return Seen(pid, int(fields[1]), int(fields[19]), (int(fields[11]) + int(fields[12])) / TICKS, fields[0] in b"ZX")
 
 
 @dataclass(slots=True)
