@@ -205,7 +205,7 @@ def main() -> None:
     context.enable_progress_bars = False
     corpus = open_corpus(Path(work.folder), work.n_sources)
     rows = (listed if work.peer == "ray-data-list" else mixed)(corpus, work, temporary)
-    packing = {"fn_constructor_kwargs": {"work": work}, "concurrency": max(1, cores - 1), **BLOCKS}
+    packing = {"fn_constructor_kwargs": {"work": work}, "compute": ray.data.ActorPoolStrategy(size=max(1, cores - 1)), **BLOCKS}
     splits = rows.map_batches(Pack, **packing).streaming_split(work.ranks)
     taking = [rank.take.remote(split) for rank, split in zip(ranks, splits, strict=True)]
     line.say(serving=None, hosts=[])

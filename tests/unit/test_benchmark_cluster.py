@@ -89,3 +89,16 @@ def test_what_ray_data_packs_keeps_the_batch_contract() -> None:
     for microbatch in microbatches:
         check_microbatch(microbatch, 8, 5)
     assert [real_tokens(m) for m in microbatches] == [8, 8, 2, 8, 1]
+
+
+def test_nothing_is_judged_beside_a_loader_that_failed_and_a_failure_of_ours_is_a_miss() -> None:
+    theirs = cluster.Setting("tokenized", 5, 8, ["overlord-ray", "ray-data"], [outcome("overlord-ray", 0.05, 100)], {"ray-data": "no step"})
+    ours = cluster.Setting("tokenized", 5, 8, ["overlord-ray", "ray-data"], [outcome("ray-data", 0.05, 100)], {"overlord-ray": "no step"})
+    assert [row[-1] for row in cluster.verdicts([theirs])] == ["not judged"]
+    assert [row[-1] for row in cluster.verdicts([ours])] == ["**missed**"]
+
+
+def test_cpu_that_differs_by_less_than_single_runs_do_is_not_called_a_win() -> None:
+    runs = [outcome("overlord-ray", 0.097, 90), outcome("ray-data-list", 0.1, 100)]
+    setting = cluster.Setting("tokenized", 5, 8, ["overlord-ray", "ray-data-list"], runs)
+    assert [row[-1] for row in cluster.verdicts([setting])] == ["too close to tell", "too close to tell", "met"]
