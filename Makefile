@@ -6,10 +6,12 @@ TORCH := torch==2.13.0
 export PYTHONPATH := src
 export OVERLORD_CACHE ?= $(CURDIR)/build/cache
 
-.PHONY: demo test lint types unit laws bench soak clean
+.PHONY: demo test lint types unit laws ray bench soak clean
 
-demo: $(VENV)/.core
-	$(BIN)/python -m overlord.cli demo --out build/demo
+# make demo RUNTIME=ray runs it on a Ray cluster of this machine.
+RUNTIME ?= local
+demo: $(VENV)/.core $(if $(filter ray,$(RUNTIME)),$(VENV)/.ray)
+	$(BIN)/python -m overlord.cli demo --out build/demo --runtime $(RUNTIME)
 
 test: $(VENV)/.test lint types unit
 
@@ -27,6 +29,10 @@ unit: $(VENV)/.test
 EXAMPLES ?= 600
 laws: $(VENV)/.test
 	OVERLORD_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 tests/properties
+
+# All tests of parts that are lost, with the parts on Ray: minutes, since Ray takes a second to start each again.
+ray: $(VENV)/.test
+	OVERLORD_TEST_RUNTIME=ray $(BIN)/python -m pytest tests/scenarios/test_failover.py tests/scenarios/test_failover_constructors.py tests/scenarios/test_planner_process.py
 
 # Simulated clusters with faults, by the thousand: make soak SEEDS=100000
 SEEDS ?= 10000
@@ -46,6 +52,10 @@ $(BIN)/python:
 
 $(VENV)/.core: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -q -e ".[text,zstd]"
+	touch $@
+
+$(VENV)/.ray: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q -e ".[ray]"
 	touch $@
 
 # torch first and pinned: an unpinned torch pulls gigabytes of CUDA packages.

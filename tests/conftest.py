@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import rays
 from tests.laws import EXAMPLES
 
 settings.register_profile(
@@ -51,3 +52,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     made.save(str(path))
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One small cluster of this machine for all tests that want Ray: to start one takes five seconds."""
+    if reason := rays.missing():
+        pytest.skip(reason)
+    with rays.cluster():
+        yield

@@ -17,7 +17,7 @@ def cpu_seconds(pid: int) -> float:
 
 def pss_bytes(pids: Iterable[int]) -> int:
     """Proportional set size over the given processes and all below them: shared pages count once in the sum."""
-    return sum(_own_pss(p) for pid in pids for p in descendants(pid))
+    return sum(pss_of(p) for pid in pids for p in descendants(pid))
 
 
 def read_bytes(pid: int, *, below: bool = False) -> int:
@@ -47,7 +47,8 @@ def _own_cpu(pid: int) -> float:
     return sum(int(fields[i]) for i in (11, 12, 13, 14)) / TICKS  # utime, stime, and both of children waited for
 
 
-def _own_pss(pid: int) -> int:
+def pss_of(pid: int) -> int:
+    """Of this process alone."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

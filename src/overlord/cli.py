@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from overlord import __version__
+from overlord.clicluster import cluster_address, status, stop
 from overlord.clifaults import drill, journal
 from overlord.cliparts import (
     FAILED,
@@ -41,6 +42,8 @@ def cli() -> None:
 
 cli.add_command(drill)
 cli.add_command(journal)
+cli.add_command(status)
+cli.add_command(stop)
 
 
 @cli.command()
@@ -51,8 +54,9 @@ cli.add_command(journal)
 @click.option("--ranks", type=click.IntRange(min=1, max=64), default=4, show_default=True, help="Data-parallel ranks.")
 @click.option("--rows", type=click.IntRange(min=8), default=10_000, show_default=True, help="Rows of a source, at most.")
 @click.option("--seed", type=click.IntRange(min=0), default=7, show_default=True)
+@where
 @debug
-def demo(out: Path, steps: int, ranks: int, rows: int, seed: int, debug: bool) -> None:
+def demo(out: Path, steps: int, ranks: int, rows: int, seed: int, runtime: str, debug: bool) -> None:
     """Make a corpus, run a job, write a report."""
 
     def act() -> None:
@@ -61,10 +65,18 @@ def demo(out: Path, steps: int, ranks: int, rows: int, seed: int, debug: bool) -
 
         given = (("ranks", ranks, 4), ("rows", rows, 10_000), ("seed", seed, 7))
         changed = [f"--{name} {value}" for name, value, usual in given if value != usual]
-        command = " ".join(["overlord demo", f"--out {shlex.quote(str(out))}", f"--steps {steps}", *changed])
+        command = " ".join(
+            [
+                "overlord demo",
+                f"--out {shlex.quote(str(out))}",
+                f"--steps {steps}",
+                *changed,
+                *([] if runtime == "local" else [f"--runtime {runtime}"]),
+            ]
+        )
         vocab = 8192 if rows >= 1000 else 1024
         shape = Shape(seed=seed, rows=rows, ranks=ranks, vocab=vocab, samples=min(512, 32 * ranks))
-        run_demo(out, shape, steps, screen(), command)
+        run_demo(out, shape, steps, screen(), command, runtime=runtime)
 
     guarded(act, debug)
 
@@ -106,26 +118,36 @@ def run(
     help="Holds the token that clients must know. Without it OVERLORD_TOKEN says it, or one is made up.",
 )  # fmt: skip
 @where
+@cluster_address
+@click.option("--detach", is_flag=True, help="On a Ray cluster: return at once; `overlord status` and `overlord stop` find the job.")
 @resuming
 @saving
 @allowing
 @imports
 @debug
 def serve(
-    job_yaml: Path, host: str, port: int, token_file: Path | None, runtime: str, resume: Path | None, save: Path | None,
-    allow: tuple[str, ...], modules: tuple[str, ...], debug: bool,
+    job_yaml: Path, host: str, port: int, token_file: Path | None, runtime: str, address: str | None, detach: bool, resume: Path | None,
+    save: Path | None, allow: tuple[str, ...], modules: tuple[str, ...], debug: bool,
 ) -> None:  # fmt: skip
     """Run a job for trainers in other processes, which connect to it."""
+    if detach and runtime != "ray":
+        raise click.UsageError("--detach needs --runtime ray: nothing else outlives this program")
+    if detach and save is not None:
+        raise click.UsageError("--save is not for --detach: a job that lives by itself has a journal (Job.journal), or its trainers save")
 
     def act() -> None:
-        from overlord.observe.attending import Serve, read_token, serve_job
+        from overlord.observe.attending import Serve, read_token, serve_job, submit_job
         from overlord.observe.running import resume_from
 
         job = read_job(job_yaml, modules)
         state = None if resume is None else resume_from(resume)
         wanted = Serve(
-            job=job, host=host, port=port, token=read_token(token_file), resume=state, save=save, allow=allow, runtime=runtime
+            job=job, host=host, port=port, token=read_token(token_file), resume=state, save=save, allow=allow, runtime=runtime,
+            cluster=address if runtime == "ray" else None,
         )  # fmt: skip
+        if detach:
+            submit_job(wanted, click.echo)
+            return
         serve_job(wanted, click.echo, screen(stderr=True))
 
     guarded(act, debug)

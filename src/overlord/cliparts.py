@@ -26,7 +26,7 @@ imports = click.option(
     help="Import a module first: one that registers the functions which the job file names. May be given several times.",
 )  # fmt: skip
 where = click.option(
-    "--runtime", metavar="NAME", default="local", show_default=True, help="Where loaders and constructors live: local, process."
+    "--runtime", metavar="NAME", default="local", show_default=True, help="Where loaders and constructors live: local, process, ray."
 )
 resuming = click.option(
     "--resume", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON|auto",

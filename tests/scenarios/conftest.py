@@ -10,8 +10,16 @@ import pytest
 
 import overlord as ov
 from tests.corpus import write_rows
+from tests.processes import PARTS
 from tests.storejobs import BIG, FORMATS, ROWS, in_order
 from tests.stores import BUCKET, FOREIGN, PROXIES, CannotRun, Proxy, S3Server, s3_server
+
+
+@pytest.fixture(autouse=True)
+def _on_ray(request: pytest.FixtureRequest) -> None:
+    """Tests that run on Ray share one cluster, or are skipped with the reason."""
+    if PARTS == "ray" or ("runtime" in request.fixturenames and request.getfixturevalue("runtime") == "ray"):
+        request.getfixturevalue("ray_cluster")
 
 
 @pytest.fixture(scope="session")

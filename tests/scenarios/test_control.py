@@ -20,6 +20,7 @@ from overlord.runtime.control import Control, Handle
 from overlord.runtime.local_control import LocalControl
 from overlord.runtime.peers import Peers, fault_of
 from overlord.runtime.process_control import ProcessControl
+from tests import rays
 from tests.actors import Sent, Worker, broken, when_allowed
 
 SOON_S = 20.0  # machines are noisy; nothing here takes a tenth of it
@@ -33,6 +34,7 @@ class Backend:
     name: str
     make: Callable[[], Any]
     killed: str
+    cluster: bool = False  # whether it runs on the cluster that all tests of this file share
 
 
 class Siblings(Peers):
@@ -61,6 +63,7 @@ BACKENDS = [
     Backend(name="local", make=LocalControl, killed="killed"),
     Backend(name="process", make=ProcessControl, killed="killed by signal 9"),
     Backend(name="siblings", make=Siblings, killed="killed by signal 9"),
+    Backend(name="ray", make=rays.control, killed="killed", cluster=True),
 ]
 STARTERS = [b for b in BACKENDS if b.name != "siblings"]  # whose actors are theirs to end
 
@@ -68,6 +71,8 @@ STARTERS = [b for b in BACKENDS if b.name != "siblings"]  # whose actors are the
 @pytest.fixture(params=BACKENDS, ids=[b.name for b in BACKENDS])
 def backend(request: pytest.FixtureRequest) -> Backend:
     found: Backend = request.param
+    if found.cluster:
+        request.getfixturevalue("ray_cluster")
     return found
 
 
@@ -411,7 +416,7 @@ def test_the_others_live_on(control: Control, actor: Handle) -> None:
 # the end
 
 
-@pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name)
+@pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name, indirect=True)
 def test_shutdown_lets_actors_finish_and_closes_them(backend: Backend, tmp_path: Path) -> None:
     control = backend.make()
     paths = [tmp_path / f"{i}" for i in range(3)]
@@ -425,7 +430,7 @@ def test_shutdown_lets_actors_finish_and_closes_them(backend: Backend, tmp_path:
     assert deaths.told == [], "who leaves when asked has not died"
 
 
-@pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name)
+@pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name, indirect=True)
 def test_a_promise_not_kept_at_shutdown_is_an_error(backend: Backend) -> None:
     control = backend.make()
     promise = control.call(control.spawn(Worker, name="worker"), "promise")
@@ -434,7 +439,7 @@ def test_a_promise_not_kept_at_shutdown_is_an_error(backend: Backend) -> None:
         promise.result(0)
 
 
-@pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name)
+@pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name, indirect=True)
 def test_after_shutdown_everything_says_so(backend: Backend) -> None:
     control = backend.make()
     actor = control.spawn(Worker, name="worker")
@@ -449,7 +454,7 @@ def test_after_shutdown_everything_says_so(backend: Backend) -> None:
     control.kill(actor)
 
 
-@pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name)
+@pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name, indirect=True)
 def test_an_actor_that_does_not_leave_is_not_waited_for(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
     control = backend.make()
     busy, other = control.spawn(Worker, name="busy"), control.spawn(Worker, name="other")
@@ -465,7 +470,7 @@ def test_an_actor_that_does_not_leave_is_not_waited_for(backend: Backend, caplog
     assert "other" not in caplog.text
 
 
-@pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name)
+@pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name, indirect=True)
 def test_a_close_that_fails_is_told_in_the_log(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
     control = backend.make()
     control.spawn(Worker, "fail", name="worker")

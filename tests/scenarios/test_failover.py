@@ -18,7 +18,7 @@ from overlord.errors import ActorLost
 from overlord.planner.strategy import resolve
 from tests import images as pictures
 from tests.deadly import Halting
-from tests.processes import Played, halt, hosts_of, launch, left_after, play, run, runs, until
+from tests.processes import EXITED, KILLED, PARTS, Played, halt, hosts_of, launch, left_after, play, run, runs, until
 from tests.properties.test_combined import LAG
 from tests.properties.test_feedback import trainer
 from tests.scenarios.test_images import BROKEN, counted, marked
@@ -58,12 +58,12 @@ def test_whoever_is_killed_nobody_notices(calm: Played, names: tuple[str, ...]) 
         got = play(session, act={9: killing(*names)})
         until(lambda: sorted(recovered(session)) == sorted(names))
         told = session.metrics()["recoveries"]
-        assert {r["reason"] for r in told} == {"killed by signal 9"}
+        assert {r["reason"] for r in told} == {KILLED}
         assert len({r["step"] for r in told}) == 1, "one way back for all"
         assert all(a["state"] == "running" for a in session.metrics()["actors"] if a["role"] == "host")
         pids = list(hosts_of(session).values())
     assert got == calm
-    assert not left_after(pids, 3.0)
+    assert PARTS == "ray" or not left_after(pids, 3.0)  # there they wait for the next one of their name
 
 
 def test_all_are_killed_again_and_again(calm: Played) -> None:
@@ -105,7 +105,7 @@ def test_a_part_that_hangs_is_killed_and_replaced(calm: Played) -> None:
         for pid in stopped:
             halt(pid)
 
-    with launch(job(until=STEPS), lost_after_s=0.8, **APART) as session:
+    with launch(job(until=STEPS), lost_after_s=0.8 if PARTS == "process" else 4.0, **APART) as session:  # Ray's starts take the cores
         assert play(session, act={9: stop}) == calm
         told = {r["part"]: r["reason"] for r in session.metrics()["recoveries"]}
         assert set(told) == {"loader-host/1", "constructor-host/0"}
@@ -214,11 +214,11 @@ def test_a_part_that_keeps_dying_ends_the_job_with_what_it_died_of(caplog: pytes
     sources = [ov.Source("m", rows(60, 0), transforms=[ov.Map(ends_later, rows=True), ov.Tokens("tokens")], epochs=None)]
     with launch(job(sources=[*sources, source("a", 60, 1000)]), max_restarts=2) as session:
         got = play(session)
-        for words in ("ActorLost('loader-host/0', 'exit code 3; it reads m", "started again 2 times", "raise max_restarts"):
+        for words in (f"ActorLost('loader-host/0', '{EXITED}; it reads m", "started again 2 times", "raise max_restarts"):
             assert words in got.error
         assert caplog.text.count("it is started again") == caplog.text.count(" is back after "), "the last time it is not"
         assert len(set(map(tuple, got.numbers))) == 1
-        with pytest.raises(ActorLost, match="loader-host/0 is lost: exit code 3"):
+        with pytest.raises(ActorLost, match=f"loader-host/0 is lost: {EXITED}"):
             next(session.client(1))
 
 

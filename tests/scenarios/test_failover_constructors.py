@@ -20,7 +20,7 @@ import overlord as ov
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.runtime.serving import Served
 from tests.images import job as job_with_images
-from tests.processes import Played, halt, hosts_of, launch, play, run, runs, until, written
+from tests.processes import KILLED, Played, halt, hosts_of, launch, play, run, runs, until, written
 from tests.scenarios.test_images import BROKEN
 from tests.scenarios.test_process import job
 
@@ -109,7 +109,7 @@ def test_while_it_is_replaced_a_trainer_has_its_prefetched_steps_and_then_a_name
         got[client.rank] += [written(next(client)) for _ in range(4)]
     waits = threading.Thread(target=lambda: got[0].extend([written(next(clients[0]))]))
     waits.start()
-    until(lambda: [w for w in said if all(part in w for part in ("constructor-host/0", "killed by signal 9", "started again"))])
+    until(lambda: [w for w in said if all(part in w for part in ("constructor-host/0", KILLED, "started again"))])
     gate.open()
     waits.join(30)
     got[0] += [written(next(clients[0]))]
@@ -176,7 +176,7 @@ def test_one_that_dies_again_and_again_is_given_up_and_its_clients_hear_of_what(
         killer = threading.Thread(target=act)
         killer.start()
         try:
-            with pytest.raises(ActorLost, match=r"constructor-host/0 is lost: killed by signal 9"):
+            with pytest.raises(ActorLost, match=f"constructor-host/0 is lost: {KILLED}"):
                 deque(clients[0], maxlen=0)
         finally:
             gave_up.set()

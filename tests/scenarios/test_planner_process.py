@@ -18,7 +18,24 @@ import overlord as ov
 from overlord.errors import ActorLost, JobError, PlanError
 from overlord.runtime.parts import Parts
 from tests.deadly import FATAL_STEP, HaltingStrategy, HeldUp, Stuck, deadly
-from tests.processes import WAIT_S, Played, halt, hosts_of, launch, left_after, plain, play, program, run, runs, until, written
+from tests.processes import (
+    EXITED,
+    KILLED,
+    PARTS,
+    WAIT_S,
+    Played,
+    halt,
+    hosts_of,
+    launch,
+    left_after,
+    plain,
+    play,
+    program,
+    run,
+    runs,
+    until,
+    written,
+)
 from tests.properties.test_combined import LAG
 from tests.properties.test_feedback import Chaser, trainer
 from tests.scenarios.test_process import APART as HOSTS
@@ -81,7 +98,7 @@ def test_the_planner_is_listed_with_its_process_and_goes_with_the_session(alone:
         assert play(session) == alone
         with pytest.raises(JobError, match="no process of this job is called 'x'; there are planner, constructor-host/0"):
             session.kill("x")
-    assert not left_after([pid, *hosts.values()], SOON_S)
+    assert PARTS == "ray" or not left_after([pid, *hosts.values()], SOON_S)  # there they wait for the next one of their name
 
 
 def test_what_is_asked_of_a_planner_elsewhere_is_what_one_here_says(journal: str) -> None:
@@ -122,7 +139,7 @@ def test_a_planner_that_is_killed_again_and_again_leaves_the_stream_as_it_is(alo
         assert planner_of(session) != first
         told = [r for r in session.metrics()["recoveries"] if r["part"] == "planner"]
         assert len(told) == len(moments)
-        assert {r["reason"] for r in told} == {"killed by signal 9"}
+        assert {r["reason"] for r in told} == {KILLED}
         assert all(abs(r["step"] - k) <= prefetch + 1 for k, r in zip(moments, told, strict=True))
         assert session.metrics()["journal"]["plans"] > STEPS // 2, "what planners before the last one wrote is counted too"
 
@@ -158,7 +175,7 @@ def test_planner_and_hosts_are_killed_at_random_while_ranks_train_side_by_side(a
             for handle in random.sample(handles, random.choice((1, 1, 2))):
                 try:
                     os.kill(handle.pid, signal.SIGKILL)
-                except ProcessLookupError:
+                except (ProcessLookupError, TypeError):  # gone; or on its way: Ray has not said where it is
                     continue
                 deaths += 1
             time.sleep(random.random() * 0.3)
@@ -273,10 +290,10 @@ def test_a_planner_that_cannot_be_kept_alive_ends_the_job_with_what_it_died_of(j
     made = job(strategy=deadly, until=STEPS, journal=journal)
     with launch(made, max_restarts=2, **APART) as session:
         got = play(session)
-        assert got.error.startswith("ActorLost('planner', 'exit code 3; all ranks took the steps up to ")
+        assert got.error.startswith(f"ActorLost('planner', '{EXITED}; all ranks took the steps up to ")
         assert "started again 2 times" in got.error
         assert all(numbers == list(range(len(numbers))) and len(numbers) <= FATAL_STEP for numbers in got.numbers)
-        with pytest.raises(ActorLost, match="planner is lost: exit code 3"):
+        with pytest.raises(ActorLost, match=f"planner is lost: {EXITED}"):
             session.set_mixture({"a": 1.0})
 
 
@@ -289,7 +306,7 @@ def test_clients_go_on_with_what_they_have_and_then_wait_for_the_planner_by_name
         clients = [session.client(rank) for rank in range(2)]
         until(lambda: min(len(client._inbox) for client in clients) == 2)
         os.kill(planner_of(session), signal.SIGKILL)
-        until(lambda: session._why(0) == "the planner, which is being started again (killed by signal 9)")
+        until(lambda: session._why(0) == f"the planner, which is being started again ({KILLED})")
         for step in (4, 5):
             for rank, client in enumerate(clients):
                 assert written(next(client)) == alone.steps[rank][step]

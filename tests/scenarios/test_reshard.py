@@ -16,7 +16,7 @@ from overlord.runtime import resharding
 from tests.processes import WAIT_S, launch, until
 from tests.scenarios.test_process import job as small_job
 
-RUNTIMES = ("local", "process")
+RUNTIMES = ("local", "process", "ray")
 
 
 def job(**changes: Any) -> ov.Job:

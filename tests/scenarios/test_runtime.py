@@ -22,7 +22,7 @@ from overlord.simulation.engine import Delays
 from tests.reference import reference_stream
 from tests.worlds import Rows
 
-RUNTIMES = ("local", "simulated", "process", "direct")  # direct: the process runtime without constructors
+RUNTIMES = ("local", "simulated", "process", "direct", "ray")  # direct: the process runtime without constructors
 pytestmark = [pytest.mark.timeout(120), pytest.mark.parametrize("runtime", RUNTIMES)]
 
 

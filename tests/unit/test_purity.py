@@ -53,6 +53,11 @@ EXCEPTIONS = {
 }
 
 
+def test_one_file_imports_ray() -> None:
+    modules = [".".join(p.relative_to(PACKAGE).with_suffix("").parts) for p in PACKAGE.rglob("*.py")]
+    assert [m for m in modules if any(name.split(".")[0] == "ray" for name in imports_of(m))] == ["runtime.ray_cluster"]
+
+
 def loaded_after(code: str, names: tuple[str, ...]) -> list[str]:
     """Which of the modules a fresh interpreter holds after running the code."""
     tail = f"\nimport json, sys\nprint(json.dumps([n for n in {names!r} if n in sys.modules]))"

@@ -42,8 +42,9 @@ PLAIN_LINES = 8  # progress lines where there is no terminal
 
 
 def run_demo(
-    out: Path, shape: Shape, steps: int, console: Console, command: str, compute_s: float = COMPUTE_S, faults: str = FAULTS
-) -> Figures:
+    out: Path, shape: Shape, steps: int, console: Console, command: str, compute_s: float = COMPUTE_S, faults: str = FAULTS,
+    runtime: str = "local",
+) -> Figures:  # fmt: skip
     """The whole demonstration; returns what it measured. ``faults``: of the rehearsal behind it; empty: there is none."""
     _make_folder(out)
     with _saying(console) as say:
@@ -54,16 +55,16 @@ def run_demo(
     console.print(
         f"{len(job.sources)} sources {'made' if made else 'found'} in {out / 'corpus'}; {shape.ranks} ranks; job: {out / 'job.yaml'}"
     )
-    figures = _measure(job, steps, console, command, compute_s)
+    figures = _measure(job, steps, console, command, compute_s, runtime)
     if faults:
-        figures = replace(figures, drill=_rehearse(job, faults, console))
+        figures = replace(figures, drill=_rehearse(job, faults, console, "ray" if runtime == "ray" else "process"))
     _write(out / "report.html", report(figures, yaml).to_html())
     width = min(console.width, 120)
     for part in (side_by_side(figures, width), summary(figures, width)):
         console.print()
         console.print(part, soft_wrap=False)
     if figures.drill is not None:
-        console.print("\nthe same job in processes, some of them killed:")
+        console.print(f"\nthe same job {'on Ray' if runtime == 'ray' else 'in processes'}, some of them killed:")
         console.print(drill_view(figures.drill))
     console.print(f"\nreport with plots: {out / 'report.html'}")
     console.print("next:")
@@ -72,9 +73,10 @@ def run_demo(
     return figures
 
 
-def _rehearse(job: Job, faults: str, console: Console) -> Report:
+def _rehearse(job: Job, faults: str, console: Console, runtime: str) -> Report:
     """The job again, in processes, with some of them killed."""
-    drill = Drill(job=job, faults=parse_faults(faults), steps=DRILL_STEPS, step_s=0.1, options={"sources_per_host": 2, "hosts": 3})
+    options = {"runtime": runtime, "sources_per_host": 2, "hosts": 3}
+    drill = Drill(job=job, faults=parse_faults(faults), steps=DRILL_STEPS, step_s=0.1, options=options)
     with waiting(console, "steps with faults and without", 2 * DRILL_STEPS) as advance:
         return rehearse(drill, lambda what, taken: advance(taken + (DRILL_STEPS if what != "undisturbed" else 0)))
 
@@ -91,11 +93,11 @@ def program() -> str:
     return shlex.quote(beside if near.startswith("..") else near)
 
 
-def _measure(job: Job, steps: int, console: Console, command: str, compute_s: float) -> Figures:
+def _measure(job: Job, steps: int, console: Console, command: str, compute_s: float, runtime: str) -> Figures:
     before = pss_bytes()
     trainer, meter = StandIn(compute_s), Meter()
     plans: list[LoadingPlan] = []
-    with ov.launch(job) as session:
+    with ov.launch(job, runtime=runtime) as session:
         changed_at = session.set_mixture(later_mixture(), at=steps // 2) if steps >= 4 else None
         with _showing(console, steps) as show:
             for taken in watch(session, range(job.place.world_size), steps):

@@ -98,8 +98,8 @@ def disturbed(drill: Drill, scratch: Path, show: Show = lambda what, taken: None
     """A journal is made where the job has none: without one a planner cannot come again. One of the job's own is left alone."""
     outcome = Outcome()
     job = replace(drill.job, journal=str(scratch / "journal"))
-    options = {"lost_after_s": LOST_AFTER_S, **drill.options}
-    with ov.launch(job, runtime="process", **options) as session:
+    options = {"runtime": "process", "lost_after_s": LOST_AFTER_S, **drill.options}
+    with ov.launch(job, **options) as session:
         try:
             _train(session, drill, outcome, lambda taken: show("with faults", taken))
             late = (fault for fault in drill.faults if fault.step > len(outcome.waits_s))

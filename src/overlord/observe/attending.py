@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import overlord as ov
+from overlord.channel.address import is_loopback
 from overlord.errors import JobError, OverlordError
 from overlord.observe.running import PLAIN_EVERY_S, save_state, say_resumed
 
@@ -36,6 +37,7 @@ class Serve:
     save: Path | None = None
     allow: tuple[str, ...] = ()
     runtime: str = "local"
+    cluster: str | None = None  # host:port of a Ray cluster's head
 
 
 def serve_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
@@ -43,7 +45,7 @@ def serve_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
     when all have left; raises what the job ended with."""
     if wanted.save is not None and not wanted.save.absolute().parent.is_dir():  # before the run, not after it
         raise JobError([f"cannot be written: {wanted.save.absolute().parent} is no folder"], str(wanted.save))
-    with ov.launch(wanted.job, runtime=wanted.runtime, resume=wanted.resume, allow=wanted.allow) as session:
+    with ov.launch(wanted.job, runtime=wanted.runtime, resume=wanted.resume, allow=wanted.allow, address=wanted.cluster) as session:
         say_resumed(session, err)
         try:
             served = session.serve(host=wanted.host, port=wanted.port, token=wanted.token)
@@ -57,6 +59,17 @@ def serve_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
             if wanted.save is not None:
                 save_state(wanted.save, session)
                 err.print(f"state saved: {wanted.save}", soft_wrap=True)
+
+
+def submit_job(wanted: Serve, say: Callable[[str], None]) -> None:
+    """The same on a cluster, which has the job from here on."""
+    from overlord.runtime.ray_jobs import submit
+
+    host = "" if is_loopback(wanted.host) else wanted.host  # it may come to any node, and trainers to others
+    served = submit(
+        wanted.job, address=wanted.cluster, host=host, port=wanted.port, token=wanted.token, resume=wanted.resume, allow=wanted.allow
+    )
+    say(str(served) if wanted.token is None else f"OVERLORD_ADDRESS={served.address}")
 
 
 def read_token(path: Path | None) -> str | None:

@@ -80,8 +80,9 @@ def mix_by_step(mixed: Iterable[Mixed], names: Sequence[str]) -> dict[str, Any]:
 def actors(figures: Mapping[str, Any], clients: Mapping[int, Any]) -> list[dict[str, Any]]:
     """Every part of the job, where it lives and what it does; None is a process that this machine does not know."""
     here = os.getpid()
-    found = [_actor("planner", "planner", p["pid"], p["state"]) for p in _apart(figures) or [{"pid": here, "state": "planning"}]]
-    found += [_actor(host["name"], "host", host["pid"], host["state"]) for host in figures["hosts"]]
+    planners = _apart(figures) or [{"pid": here, "state": "planning"}]
+    found = [_actor("planner", "planner", p["pid"], p["state"], p.get("node", "")) for p in planners]
+    found += [_actor(host["name"], "host", host["pid"], host["state"], host.get("node", "")) for host in figures["hosts"]]
     found += [_actor(loader_name(row), "loader", row["pid"], row["doing"]) for row in figures["loaders"]]
     found += [_actor(_constructor_name(row), "constructor", row["pid"], row["doing"]) for row in figures["constructors"]]
     found += [_actor(f"client/{rank}", "client", *getattr(c, "whereabouts", (here, "attached"))) for rank, c in clients.items()]
@@ -91,8 +92,9 @@ def actors(figures: Mapping[str, Any], clients: Mapping[int, Any]) -> list[dict[
     ]
 
 
-def _actor(name: str, role: str, pid: int | None, state: str) -> dict[str, Any]:
-    return {"name": name, "role": role, "pid": pid, "state": state}
+def _actor(name: str, role: str, pid: int | None, state: str, node: str = "") -> dict[str, Any]:
+    """``node``: of a cluster, where there is one."""
+    return {"name": name, "role": role, "pid": pid, "state": state, **({"node": node} if node else {})}
 
 
 def _constructor_name(row: Mapping[str, Any]) -> str:

@@ -136,7 +136,7 @@ class Asked(Written):
                 memory[what] = memory.get(what, 0) + n
         hosts = [
             {"name": r.handle.name, "pid": r.handle.pid, "state": r.lost or every.get(r.handle.name, {}).get("silent", "running"),
-             "pss": every.get(r.handle.name, {}).get("pss", 0)}
+             "pss": every.get(r.handle.name, {}).get("pss", 0), "node": every.get(r.handle.name, {}).get("node", "")}
             for r in self._processes()
         ]  # fmt: skip
         counted = ("links", "sent_bytes", "received_bytes", "pss")

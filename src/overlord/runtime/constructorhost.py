@@ -7,7 +7,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from overlord.channel.address import HAS_SHARED_MEMORY, is_loopback
 from overlord.channel.link import Link
 from overlord.channel.server import Server
 from overlord.constructor.assembler import Assembler
@@ -63,7 +62,7 @@ class ConstructorHost(HostActor):
         self._floor = -1  # the step behind which the planner began, or went back to: all ranks have taken it
         self._told = -1  # the last step all took, as the planner knows
         self._said: dict[int, int] = {}  # and the last that each took
-        self._servers = [self._serve(settings.token, tcp=False)]
+        self._servers = [self._serve(settings.token, **self._machine.inside())]
         self._start()
 
     def _serve(self, token: str, **where: Any) -> Server:
@@ -71,7 +70,7 @@ class ConstructorHost(HostActor):
 
     def listen(self, host: str, token: str) -> str:
         """Take clients of other processes at this interface, who show another token than ours; where they find it."""
-        self._servers.append(self._serve(token, host=host, tcp=not is_loopback(host) or not HAS_SHARED_MEMORY))
+        self._servers.append(self._serve(token, **self._machine.outside(host)))
         return self._servers[-1].address
 
     def address(self) -> str:
@@ -205,7 +204,8 @@ class ConstructorHost(HostActor):
     def figures(self) -> dict[str, Any]:
         return self._pump.ask(
             lambda: {
-                "pid": os.getpid(), "constructors": self._building.figures(), "memory": self._building.held_bytes(), "pss": pss_bytes(),
+                "pid": os.getpid(), "node": self._machine.node(), "pss": pss_bytes(),
+                "constructors": self._building.figures(), "memory": self._building.held_bytes(),
                 "clients": self._delivery.figures(), "links": len([link for server in self._servers for link in server.links]),
             }, "the constructor host's pump", 5.0,
         )  # fmt: skip

@@ -81,6 +81,7 @@ class Record:
         self.handle: Handle | None = None  # while it is being started
         self.reason: str | None = None  # why it ended; None while it lives
         self.fault: BaseException | None = None  # what its factory raised
+        self.place: Any = None  # where it was asked to be, as its backend has it
         self._lock = Lock()
         self._pending: dict[int, Answer] = {}
         self._callbacks: list[Callable[[str], None]] = []
@@ -152,6 +153,11 @@ class Actors(Generic[R]):
     def _start(self, record: R, factory: Callable[..., Any], args: tuple[Any, ...]) -> Handle:
         raise NotImplementedError
 
+    def _place(self, name: str, resources: Mapping[str, float], node: str | None) -> Any:
+        """Where an actor is to be, in the backend's own words."""
+        if node is not None:
+            raise JobError([f"node {node!r} was asked for, but this runtime has one machine; leave node out"], f"actor {name!r}")
+
     def _send(self, record: R, number: int, header: bytes, columns: list[np.ndarray]) -> None:
         """Hand a call over without waiting for anyone."""
         raise NotImplementedError
@@ -166,9 +172,9 @@ class Actors(Generic[R]):
     ) -> Handle:
         """Start an actor; returns before its factory has run, so that many start together. ``resources`` is a hint for backends that
         place actors; these run on this machine, and know no other ``node``."""
-        if node is not None:
-            raise JobError([f"node {node!r} was asked for, but this runtime has one machine; leave node out"], f"actor {name!r}")
+        place = self._place(name, resources or {}, node)
         record = self._kind(name)
+        record.place = place
         with self._names_lock:
             self._check_open(name)
             if name in self._names:

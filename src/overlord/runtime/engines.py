@@ -1,25 +1,31 @@
-"""Where the cores of a session live: in this process, or in processes of this machine. The session does not see the difference."""
+"""Where the cores of a session live: in this process, in processes of this machine, or on a Ray cluster. The session does not see the
+difference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from overlord.client.client import Box
+from overlord.job import Job
 from overlord.messages import Report, StreamState
 from overlord.planner.planner import Planner
 from overlord.planner.spec import NewSource
 from overlord.runtime.bootstrap import Blueprint
+from overlord.runtime.control import HURRY_S, Control
 from overlord.runtime.host import KeptPlans
 from overlord.runtime.local import Pump, ThreadExecutor
-from overlord.runtime.options import n_workers
+from overlord.runtime.machine import Machine
+from overlord.runtime.options import CORES_PER_CONSTRUCTOR, Options, n_workers
+from overlord.runtime.placing import Layout, cores_for_loading
 from overlord.runtime.written import Unwritten
 
 if TYPE_CHECKING:
     from overlord.runtime.planned import FarPlanner, FarPlans
     from overlord.runtime.planneractor import Counted
 
-RUNTIMES = ("local", "process")
+RUNTIMES = {"local": "in this process", "process": "in processes of this machine", "ray": "on a Ray cluster"}
 
 
 class Engine(Protocol):
@@ -54,22 +60,66 @@ class Engine(Protocol):
 
 def make_engine(runtime: str, blueprint: Blueprint, state: StreamState | None, pump: Pump, generation: int = 0) -> Engine:
     """Cores at a state, ready to be pumped."""
-    if runtime == "process" and blueprint.job.journal is not None and blueprint.options.failover and blueprint.options.constructors:
-        from overlord.runtime.planned import PlannedEngine  # whose planner can be lost, since it can come back
-
-        return PlannedEngine(blueprint, state, pump, generation)
-    if runtime == "process":
-        from overlord.runtime.direct import DirectHost
-        from overlord.runtime.process import ProcessHost  # processes and sockets: for those who ask for them
-        from overlord.runtime.process_control import ProcessControl
-
-        return (ProcessHost if blueprint.options.constructors else DirectHost)(blueprint, state, ProcessControl(), pump, generation)
+    if runtime != "local":
+        return _apart(*make_control(runtime, blueprint), blueprint, state, pump, generation)
     executor = ThreadExecutor(n_workers(blueprint.options), pump)
     try:
         return blueprint.host(executor, state)
     except BaseException:
         executor.close()
         raise
+
+
+def _apart(control: Control, machine: Machine, blueprint: Blueprint, state: StreamState | None, pump: Pump, generation: int) -> Engine:
+    from overlord.runtime.direct import DirectHost
+    from overlord.runtime.planned import PlannedEngine
+    from overlord.runtime.process import ProcessHost  # processes and sockets: for those who ask for them
+
+    options = blueprint.options
+    try:
+        if blueprint.job.journal is not None and options.failover and options.constructors:  # a planner that can come back can be lost
+            return PlannedEngine(blueprint, state, pump, generation, control=control, machine=machine)
+        return (ProcessHost if options.constructors else DirectHost)(blueprint, state, control, pump, generation, machine)
+    except BaseException:
+        control.shutdown(HURRY_S)
+        raise
+
+
+def make_control(runtime: str, blueprint: Blueprint) -> tuple[Control, Machine]:
+    """Who starts the parts of a job, and what a part has from the machine it comes to."""
+    if runtime == "ray":
+        from overlord.runtime.ray_control import RayControl
+
+        control = RayControl(blueprint.options.address, job=blueprint.job.name)
+        return control, control.machine
+    from overlord.runtime.process_control import ProcessControl
+
+    return ProcessControl(), Machine()
+
+
+def sized(runtime: str, job: Job, options: Options) -> Options:
+    """How many hosts, for a cluster of several machines: said once, where the job is launched, since machines differ. It is kept."""
+    if runtime != "ray":
+        return options
+    from overlord.runtime.ray_cluster import CLUSTER
+
+    if not CLUSTER.far:
+        return options
+    layout = Layout(rank_nodes=tuple(options.rank_nodes or ()), share=options.sidecar)
+    cores, buckets = cores_for_loading(CLUSTER.nodes(), layout), len(list(job.place.buckets("DP")))
+    beside = len(set(layout.rank_nodes)) or max(1, cores // CORES_PER_CONSTRUCTOR)
+    constructors = options.constructor_hosts or min(buckets, beside)
+    return replace(options, hosts=options.hosts or cores, constructor_hosts=constructors, workers=options.workers or cores)
+
+
+def keep(runtime: str, address: str | None) -> Callable[[], None]:
+    """What all engines of a session need is there, until the function returned is called: a cluster takes seconds to start."""
+    if runtime != "ray":
+        return lambda: None
+    from overlord.runtime.ray_cluster import CLUSTER
+
+    CLUSTER.hold(address)
+    return CLUSTER.release
 
 
 def counted(host: Engine) -> Planner | Counted:

@@ -43,6 +43,10 @@ class Hands:
     def do(self, work: Callable[[], None]) -> None:
         self._work.put(work)
 
+    def is_me(self) -> bool:
+        """Whether one of them is who asks."""
+        return threading.current_thread() in self._threads
+
     def _loop(self) -> None:
         while (work := self._work.get()) is not None:
             try:

@@ -41,6 +41,7 @@ class Settings:
     narrow: bool = True  # payload travels in as few bytes as its ids need; hooks see the type that the source has
     check: bool = False
     failover: bool = False  # parts that are lost are started anew, and the others go back
+    born: int = 0  # of two hosts of a name the later one is heard, and machines differ in their clocks; 0: nobody counts
     machine: Machine = field(default_factory=Machine, repr=False)  # where the host lives: this one, but in simulations
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from overlord.errors import OverlordError
 
-RUNTIMES = ("ray",)
 # Launch options: the value that says what is done today, and what that is.
 OPTIONS: Mapping[str, tuple[Any, str]] = {
     "partition": (None, "every source has one loader, or as many as loaders= gives it"),

@@ -9,8 +9,7 @@ from typing import Any
 from overlord.errors import JobError
 from overlord.job import Job
 from overlord.runtime.bootstrap import Blueprint
-from overlord.runtime.engines import RUNTIMES
-from overlord.runtime.later import RUNTIMES as LATER
+from overlord.runtime.engines import RUNTIMES, keep, sized
 from overlord.runtime.left import left_behind
 from overlord.runtime.options import Options
 from overlord.runtime.session import Session
@@ -20,7 +19,8 @@ def launch(
     job: Job, runtime: str = "local", resume: Mapping[str, Any] | str | None = None, *, allow: tuple[str, ...] = (), **options: Any
 ) -> Session:
     """Start a job. ``runtime``: ``"local"`` embeds it in this process, ``"process"`` hosts its loaders and constructors in processes
-    of this machine. ``resume``: a state to go on from; ``"auto"``: behind the last step that all ranks took, as the job's journal says.
+    of this machine, ``"ray"`` on a Ray cluster. ``resume``: a state to go on from; ``"auto"``: behind the last step that all ranks took, as
+    the job's journal says.
 
     Options (none changes the stream): prefetch=4, loaders={"web": 3}, workers=, read_ahead=, build_ahead=, buffer_bytes=, open_bytes=,
     open_files=, cache_dir=, stall_warn_s=30, stall_limit_s=540 (NCCL gives up after 600), on_stall=callback(words, seconds),
@@ -28,6 +28,8 @@ def launch(
     Of trainers that broadcast: broadcast=True (False: every rank fetches its own).
     Of what is lost (process runtime): failover=True (False: a lost part ends the job), lost_after_s=15, max_restarts=3, shadows="none",
     "heavy" or "all".
+    Of the Ray runtime, which has all of these too: address="host:port" of a cluster's head (None: a cluster of this machine, for this job),
+    rank_nodes=["gpu-0", ...] by rank, sidecar=0.5 (of those nodes' idle cores, for loaders).
     Others are still to come: partition, autoscale.
     """
     if not isinstance(job, Job):
@@ -35,10 +37,22 @@ def launch(
     if problems := _launch_problems(job, runtime, resume, allow):
         raise JobError(problems, "launch")
     given = Options.of(options)
+    if given.address is not None and runtime != "ray":
+        raise JobError([f"address: {given.address!r} is for runtime='ray'; leave it out"], "launch")
     if given.constructors is False and runtime != "process":
         raise JobError(["constructors: False is for runtime='process'; in one process there is no hop to leave out"], "launch")
-    if given.shadows in ("heavy", "all") and given.failover and runtime != "process":
+    if given.shadows in ("heavy", "all") and given.failover and runtime == "local":
         raise JobError([f"shadows: {given.shadows!r} is for runtime='process'; what is in one process is lost together"], "launch")
+    if runtime == "ray" and (problems := given.problems(job)):  # before a cluster is started
+        raise JobError(problems, "launch")
+    let_go = keep(runtime, given.address)  # a cluster is there while files are indexed; then the session has it
+    try:
+        return _launched(job, runtime, resume, allow, sized(runtime, job, given))
+    finally:
+        let_go()
+
+
+def _launched(job: Job, runtime: str, resume: Mapping[str, Any] | str | None, allow: tuple[str, ...], given: Options) -> Session:
     if runtime == "process":
         from overlord import forking  # processes: for those who ask for them
 
@@ -57,10 +71,8 @@ def launch(
 
 def _launch_problems(job: Job, runtime: Any, resume: Any, allow: Any) -> list[str]:
     found = []
-    known = "'local' (in this process) or 'process' (in processes of this machine)"
-    if runtime in LATER:
-        found.append(f"runtime: {runtime!r} is not available in this version; wanted {known}")
-    elif runtime not in RUNTIMES:
+    if runtime not in RUNTIMES:
+        known = " or ".join(f"{name!r} ({where})" for name, where in RUNTIMES.items())
         found.append(f"runtime: wanted {known}, found {runtime!r}")
     if isinstance(resume, str) and resume == "auto":
         if job.journal is None:

@@ -50,7 +50,7 @@ class LoaderHost(HostActor):
     ):  # fmt: skip
         super().__init__(f"loader-host/{number}", settings)
         self._number, self._kits, self._hooks, self._seed = number, dict(kits), tuple(hooks), seed
-        self._born = int(self._machine.now() * 1000)  # of two that have a number the later one is heard
+        self._born = settings.born or int(self._machine.now() * 1000)
         self._narrow = settings.narrow
         self._handles = HandleCache(max_open=settings.open_files, max_bytes=settings.open_bytes)
         self._workers: dict[int, TransformWorker] = {}
@@ -256,7 +256,7 @@ class LoaderHost(HostActor):
         """What it does and holds, as plain values."""
         return self._pump.ask(
             lambda: {
-                "pid": os.getpid(), "loaders": self._loading.figures(), "busy": self._loading.busy(),
+                "pid": os.getpid(), "node": self._machine.node(), "loaders": self._loading.figures(), "busy": self._loading.busy(),
                 "memory": self._loading.held_bytes() | {"sending": self._ring.nbytes},  # of shared memory, in use and free
                 "files": self._handles.metrics(), "pss": pss_bytes(),
                 "links": len(self._links), "sent_bytes": self._sent_bytes,

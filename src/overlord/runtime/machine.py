@@ -12,17 +12,32 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from overlord.channel.address import HAS_SHARED_MEMORY, is_loopback, reachable
 from overlord.channel.link import Link
 from overlord.channel.ring import Ring
 from overlord.channel.server import OnClose, OnMessage, OnOpen, Server, dial
 from overlord.runtime.carrier import Executor
 from overlord.runtime.local import Pump, ThreadExecutor
 
+INTERFACE = "OVERLORD_INTERFACE"  # the environment's word for the address at which other machines reach this one
+NODE = "OVERLORD_NODE"  # and for what a cluster calls it
 MAX_SLOTS = 4096  # far above the steps of a prefetch window times the constructor hosts; bytes are what is bounded
 
 
 class Machine:
     """The real one. It travels with a host's settings, so it holds nothing."""
+
+    def node(self) -> str:
+        """What the cluster calls it; empty where there is none."""
+        return os.environ.get(NODE, "")
+
+    def inside(self) -> dict[str, Any]:
+        """Where servers for other hosts of the job listen: all are here, and need no network."""
+        return {"tcp": not HAS_SHARED_MEMORY}
+
+    def outside(self, host: str) -> dict[str, Any]:
+        """And for clients, who were told to come to this interface."""
+        return {"host": host, "tcp": not is_loopback(host) or not HAS_SHARED_MEMORY}
 
     def pump(self, name: str) -> Pump:
         return Pump(name)
@@ -68,3 +83,14 @@ class Machine:
     def end(self, code: int) -> None:
         """Of the whole process, at once."""
         os._exit(code)
+
+
+class Networked(Machine):
+    """One of several: hosts of a job reach each other by the network, and by shared memory where they share a machine."""
+
+    def inside(self) -> dict[str, Any]:
+        return {"host": os.environ.get(INTERFACE) or reachable("")}
+
+    def outside(self, host: str) -> dict[str, Any]:
+        """The interface was named for the machine of the session; this may be another."""
+        return self.inside()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from overlord.job import Job, did_you_mean
 from overlord.planner.schedulebase import learns
 from overlord.runtime import later
 
+_HOST_PORT = re.compile(r".+:[0-9]{1,5}")
+CORES_PER_CONSTRUCTOR = 16  # one builds a hundred million tokens a second; with several, loaders must sort payload by host
 SHADOWS = ("none", "heavy", "all")
 
 
@@ -49,6 +52,9 @@ class Options:
     lost_after_s: float = 15.0  # a part that answers nothing for so long is taken for dead, killed and replaced
     max_restarts: int = 3  # of one part without a step taken by all in between: then the job ends with what it died of
     shadows: str = "none"  # loaders with a stand-by in another host: those of the sources that cost most ("heavy"), or "all"
+    address: str | None = None  # of a Ray cluster's head, host:port; None: one of this machine, that ends with the job
+    rank_nodes: Sequence[str] | None = None  # of the cluster, by rank: name, address or id; constructors and loaders go there first
+    sidecar: float = 0.5  # of the idle cores of those nodes, for loaders; beyond it they go to nodes without ranks
     partition: str | None = None  # from here on: values other than these are still to come
     autoscale: bool = False
 
@@ -72,6 +78,12 @@ class Options:
         for name in ("build_ahead", "read_ahead", "workers", "hosts", "constructor_hosts", "sources_per_host", "ring_bytes"):
             if (value := getattr(self, name)) is not None and (not _is_int(value) or value < 1):
                 found.append(f"{name}: wanted a whole number of at least 1, found {value!r}")
+        if self.address is not None and not (isinstance(self.address, str) and _HOST_PORT.fullmatch(self.address)):
+            found.append(f"address: wanted host:port of a Ray cluster's head, as in '10.0.0.1:6379', found {self.address!r}")
+        if isinstance(self.sidecar, bool) or not isinstance(self.sidecar, (int, float)) or not 0 <= self.sidecar <= 1:
+            found.append(f"sidecar: wanted a share from 0 to 1, found {self.sidecar!r}")
+        if (given := self.rank_nodes) is not None and (isinstance(given, str) or not all(isinstance(n, str) for n in given)):
+            found.append(f"rank_nodes: wanted names of nodes by rank, as in ['gpu-0', 'gpu-0', 'gpu-1'], found {given!r:.200}")
         found += self._constructor_problems(job) + self._failover_problems(job)
         if self.cache_dir is not None and not isinstance(self.cache_dir, (str, Path)):
             found.append(f"cache_dir: wanted a directory, found {self.cache_dir!r}")

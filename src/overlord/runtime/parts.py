@@ -18,12 +18,12 @@ from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.messages import Report, StreamState
 from overlord.recovery.supervisor import worn_out
 from overlord.runtime.bootstrap import Blueprint
-from overlord.runtime.control import Handle
+from overlord.runtime.control import Control, Handle
 from overlord.runtime.front import Hands
+from overlord.runtime.machine import Machine
 from overlord.runtime.peers import fault_of
 from overlord.runtime.plankit import PlannerKit
 from overlord.runtime.planneractor import WRITTEN, PlannerActor
-from overlord.runtime.process_control import ProcessControl
 from overlord.runtime.starting import Recipes, hosting_of, n_constructors, read_ahead_of, settings_of
 from overlord.runtime.stopped import Starts
 
@@ -43,13 +43,15 @@ LOST = "the planner was lost: "
 class Parts:
     """All processes of a job by name. ``told`` gets what the planner says unasked; it is called in a thread of this class."""
 
-    def __init__(self, blueprint: Blueprint, generation: int, told: Callable[[tuple[Any, ...]], None]):
+    def __init__(
+        self, blueprint: Blueprint, generation: int, told: Callable[[tuple[Any, ...]], None], control: Control, machine: Machine
+    ):  # fmt: skip
         self.hosting = hosting_of(blueprint)
         self.blueprint = blueprint.with_loaders(self.hosting.loaders, read_ahead_of(self.hosting))
         self.token = secrets.token_urlsafe(24)
-        self.control = ProcessControl()
+        self.control, self._machine = control, machine
         self.constructor_of = np.arange(len(list(blueprint.job.place.buckets("DP")))) % n_constructors(blueprint)
-        settings = settings_of(blueprint, self.hosting, self.token, generation)
+        settings = settings_of(blueprint, self.hosting, self.token, generation, machine)
         self.recipes = Recipes(self.control, lambda: self.blueprint, settings, self.hosting, self.constructor_of.tolist())
         self.hosts: dict[str, Handle] = {}
         self.attached: set[int] = set()
@@ -93,7 +95,7 @@ class Parts:
                 self.blueprint, state=self._initial, hosting=self.hosting, token=self.token, session=self._session,
                 incarnation=self._incarnation, reason=self._reason, constructor_of=tuple(self.constructor_of.tolist()), living=living,
                 kits=tuple(self.kits.items()), attached=tuple(sorted(self.attached)), watched=self.watched,
-                reports=tuple(self.reports.values()),
+                reports=tuple(self.reports.values()), machine=self._machine,
             )  # fmt: skip
             self._tickets = {}
             planner = self.planner = self.control.spawn(PlannerActor, kit, name=PLANNER)

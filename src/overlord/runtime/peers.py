@@ -15,17 +15,17 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from overlord.channel.address import HAS_SHARED_MEMORY
 from overlord.channel.link import TIMEOUT, Link
 from overlord.channel.server import Server, dial
 from overlord.channel.serverlink import ServerLink
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
 from overlord.runtime.actor import Performer, exit_code, open_reply
 from overlord.runtime.control import SHUT_DOWN, SHUTDOWN_S, Actors, Control, Handle, Record
+from overlord.runtime.machine import Machine
 
 log = logging.getLogger("overlord")
 
@@ -81,7 +81,7 @@ class Peers(Actors[PeerRecord]):
 
     _kind = PeerRecord
 
-    def __init__(self, *, end: Ender = _nobody, cut: Ender | None = None) -> None:
+    def __init__(self, *, end: Ender = _nobody, cut: Ender | None = None, machine: Machine | None = None) -> None:
         super().__init__()
         self.token = secrets.token_urlsafe(24)
         self._end, self._cut = end, cut
@@ -89,7 +89,7 @@ class Peers(Actors[PeerRecord]):
         self._by_ticket: dict[int, PeerRecord] = {}
         self._of_link: dict[ServerLink, PeerRecord] = {}
         self._server = Server(
-            token=self.token, on_open=self._opened, on_message=self._message, on_close=self._lost_link, tcp=not HAS_SHARED_MEMORY
+            token=self.token, on_open=self._opened, on_message=self._message, on_close=self._lost_link, **(machine or Machine()).inside()
         )
         self.address = self._server.address
 
@@ -119,7 +119,7 @@ class Peers(Actors[PeerRecord]):
         self._over(record, record.end[0], fault=record.end[1])
         record.gone.set()
 
-    def spawn(self, factory: Callable[..., Any], *args: Any, name: str, resources: Any = None, node: str | None = None) -> NoReturn:
+    def spawn(self, factory: Callable[..., Any], *args: Any, name: str, resources: Any = None, node: str | None = None) -> Handle:
         raise OverlordError(f"actor {name!r}: actors are started where the job was launched; here they are expected")
 
     def kill(self, handle: Handle) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from overlord.constructor.encoding import PixelForm
@@ -13,6 +13,7 @@ from overlord.messages import Report, StreamState
 from overlord.planner.spec import SourceSpec
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.hosting import Hosting, SourceLoad
+from overlord.runtime.machine import Machine
 from overlord.runtime.sendable import sendable
 from overlord.runtime.starting import loads_of
 
@@ -92,6 +93,7 @@ class PlannerKit:
     kits: tuple[tuple[int, tuple[int, ...]], ...] = ()  # sources that loader hosts of joined sources can open
     attached: tuple[int, ...] = ()
     reports: tuple[Report, ...] = ()  # that the one before it had accepted: the last may have died with it
+    machine: Machine = field(default_factory=Machine, repr=False)  # where it comes to
     watched: bool = False  # stages and taken steps are told, for clients that are served
 
     def hosting_of(self, n: int) -> Hosting:

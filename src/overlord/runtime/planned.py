@@ -17,8 +17,10 @@ from overlord.errors import ActorLost, DataStall, JobError
 from overlord.messages import Cursor, Finish, Report, SourceLost, Stage, StreamState
 from overlord.planner.spec import NewSource, Quarantined
 from overlord.runtime.bootstrap import Blueprint
+from overlord.runtime.control import Control
 from overlord.runtime.inside import InsideBox
 from overlord.runtime.local import Pump
+from overlord.runtime.machine import Machine
 from overlord.runtime.parts import PLANNER, START_S, Parts
 from overlord.runtime.planneractor import Counted
 from overlord.runtime.starting import SIDE_BY_SIDE
@@ -114,12 +116,14 @@ class StagedStep:
 class PlannedEngine:
     """``ProcessHost`` as the session sees it, while the real one is in the planner's process."""
 
-    def __init__(self, blueprint: Blueprint, state: StreamState | None, pump: Pump, generation: int = 0):
+    def __init__(
+        self, blueprint: Blueprint, state: StreamState | None, pump: Pump, generation: int = 0, *, control: Control, machine: Machine
+    ):  # fmt: skip
         self._pump, self._number = pump, generation
         self.on_stage: list[Callable[[Any], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
-        self._parts = Parts(blueprint, generation, self._heard)
+        self._parts = Parts(blueprint, generation, self._heard, control, machine)
         self.planner, self.plans = FarPlanner(self._parts), FarPlans(self._parts)
         self._bucket_of = {rank: b for b, ranks in enumerate(blueprint.job.place.buckets("DP")) for rank in ranks}
         self._addresses: dict[Any, str] = {}  # of constructor hosts, by handle

@@ -63,7 +63,7 @@ class PlannerActor:
     def __init__(self, kit: PlannerKit):
         self._kit, self._events = kit, Events()
         self._pump = Pump("planner")
-        self._peers = Peers(end=lambda name, ticket, why: self._say("kill", ticket, name), cut=self._cut)
+        self._peers = Peers(end=lambda name, ticket, why: self._say("kill", ticket, name), cut=self._cut, machine=kit.machine)
         self._starter = Asking(self._peers, self._say, kit.hosting, kit.token)
         self._host: PlannerHost
         self._closed = self._opens_journal = self._beats_pump = False
@@ -275,7 +275,7 @@ class PlannerActor:
         return self._in_pump(lambda: self._host.waiting_for(rank))
 
     def figures(self) -> Future[dict[str, Any]]:
-        me = {"pid": os.getpid(), "pss": pss_bytes(), "state": "planning"}
+        me = {"pid": os.getpid(), "node": self._kit.machine.node(), "pss": pss_bytes(), "state": "planning"}
         return self._in_pump(lambda: {**self._host.figures(), "planner": me, "journal": self._host.journal.figures()})
 
     def state(self) -> Future[StreamState]:

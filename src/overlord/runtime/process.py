@@ -83,7 +83,7 @@ class ProcessHost(Joining):
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
         self._ranks = list(blueprint.job.place.buckets("DP"))
         self._constructor_of = np.arange(len(self._ranks)) % self._n_constructors()
-        settings = settings_of(blueprint, self.hosting, self._token, generation)
+        settings = settings_of(blueprint, self.hosting, self._token, generation, machine)
         self._starter = starter or Recipes(control, lambda: self.blueprint, settings, self.hosting, self._constructor_of.tolist())
         self._bucket_of = {rank: b for b, ranks in enumerate(self._ranks) for rank in ranks}
         hooks = blueprint.job.hooks

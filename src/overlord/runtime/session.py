@@ -22,7 +22,7 @@ from overlord.planner.schedulebase import learns
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.changes import Changes
 from overlord.runtime.delivery import MOVED
-from overlord.runtime.engines import Engine, make_engine, why_not
+from overlord.runtime.engines import Engine, keep, make_engine, why_not
 from overlord.runtime.inside import InsideBox
 from overlord.runtime.local import Pump
 from overlord.runtime.questions import Questions
@@ -66,6 +66,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         self.resumed, self._journal = beginning.resumed, beginning.journal
         self._journal.start(self._pump.post)
         try:
+            self._let_go = keep(runtime, blueprint.options.address)
             self._host = make_engine(runtime, blueprint.floored(beginning.floor), state, self._pump)
             self._host.on_lost.append(self._source_lost)
             self._start_state = self._host.planner.state()
@@ -74,6 +75,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         except BaseException:
             blueprint.close()
             self._journal.close()
+            getattr(self, "_let_go", lambda: None)()
             raise
         self._pump.start(self._broke)
 
@@ -313,6 +315,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         self._journal.close(self._told)
         if self._serving is not None:
             self._serving.close()
+        self._let_go()
 
     def __enter__(self) -> Session:
         return self

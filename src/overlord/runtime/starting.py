@@ -3,7 +3,9 @@ process that launched the job, and whoever plans, there or elsewhere, asks for h
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -17,11 +19,12 @@ from overlord.runtime.control import Control, Handle
 from overlord.runtime.hostactor import Settings
 from overlord.runtime.hosting import Hosting, SourceLoad, load_of, plan_hosts
 from overlord.runtime.loaderhost import LoaderHost
-from overlord.runtime.options import n_cores, ring_bytes
+from overlord.runtime.machine import Machine
+from overlord.runtime.options import CORES_PER_CONSTRUCTOR, n_cores, ring_bytes
+from overlord.runtime.placing import Layout, Node, choose
 from overlord.runtime.sendable import sendable
 
 SIDE_BY_SIDE = 8  # steps, where several hosts read: they are not equally fast at every step
-CORES_PER_CONSTRUCTOR = 16  # one builds a hundred million tokens a second; with several, loaders must sort payload by host
 
 
 def loads_of(blueprint: Blueprint) -> list[SourceLoad]:
@@ -59,7 +62,7 @@ def read_ahead_of(hosting: Hosting) -> int:
     return SIDE_BY_SIDE if hosting.n_hosts > 1 else READ_AHEAD
 
 
-def settings_of(blueprint: Blueprint, hosting: Hosting, token: str, generation: int) -> Settings:
+def settings_of(blueprint: Blueprint, hosting: Hosting, token: str, generation: int, machine: Machine | None = None) -> Settings:
     """What all hosts are told when they are started."""
     options = blueprint.options
     return Settings(
@@ -67,7 +70,14 @@ def settings_of(blueprint: Blueprint, hosting: Hosting, token: str, generation: 
         open_files=max(1, options.open_files // hosting.n_hosts), open_bytes=max(1, options.open_bytes // hosting.n_hosts),
         ring_bytes=ring_bytes(options), check=options.check, build_ahead=options.build_ahead or BUILD_AHEAD, broadcast=options.broadcast,
         failover=options.failover and options.constructors, narrow=not of_kind(blueprint.job.hooks, CONSTRUCTOR),
+        machine=machine or Machine(),
     )  # fmt: skip
+
+
+def layout_of(blueprint: Blueprint, constructor_of: Sequence[int]) -> Layout:
+    buckets, options = list(blueprint.job.place.buckets("DP")), blueprint.options
+    served = [tuple(r for b, c in enumerate(constructor_of) if c == host for r in buckets[b]) for host in range(max(constructor_of) + 1)]
+    return Layout(rank_nodes=tuple(options.rank_nodes or ()), ranks_of=tuple(served), share=options.sidecar)
 
 
 class Starter(Protocol):
@@ -89,6 +99,8 @@ class Recipes:
         self.hosting, self.token = hosting, settings.token
         self._control, self._blueprint, self._settings = control, blueprint, settings
         self._constructor_of = np.asarray(constructor_of)
+        self._born = itertools.count(1)
+        self._placed: dict[str, str] = {}  # hosts by name, on a cluster's nodes
         self._kits: dict[int, SourceKit] = {}  # those that can be sent, once that is known
 
     def constructor(self, c: int) -> Handle:
@@ -97,15 +109,25 @@ class Recipes:
         buckets = {b: tuple(ranks[b]) for b in np.flatnonzero(self._constructor_of == c).tolist()}
         return self._control.spawn(
             ConstructorHost, c, self._settings, buckets, job.batch, job.document_multiple, hooks, blueprint.images,
-            name=f"constructor-host/{c}",
+            name=f"constructor-host/{c}", node=self._node(f"constructor-host/{c}"),
         )  # fmt: skip
 
     def loader_host(self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str]) -> Handle:
         job = self._blueprint().job
         kits = {i: self._kit(i) for i in sorted(sources)}
         return self._control.spawn(
-            LoaderHost, h, self._settings, kits, openings, constructors, of_kind(job.hooks, LOADER), job.seed, name=f"loader-host/{h}"
-        )
+            LoaderHost, h, replace(self._settings, born=next(self._born)), kits, openings, constructors, of_kind(job.hooks, LOADER),
+            job.seed, name=f"loader-host/{h}", node=self._node(f"loader-host/{h}"),
+        )  # fmt: skip
+
+    def _node(self, name: str) -> str | None:
+        """Where a host goes, on a cluster; one that is started again stays, if its node is there."""
+        nodes: list[Node] = getattr(self._control, "nodes", list)()
+        if not nodes:
+            return None
+        if self._placed.get(name) not in {node.id for node in nodes}:
+            self._placed[name] = choose(name, nodes, layout_of(self._blueprint(), self._constructor_of.tolist()), self._placed)
+        return self._placed[name]
 
     def _kit(self, i: int) -> SourceKit:
         blueprint = self._blueprint()

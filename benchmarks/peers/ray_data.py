@@ -1,0 +1,231 @@
+"""The same job by Ray Data (``python -m peers.ray_data``): read Parquet, mix by weight, tokenize and pack in ``map_batches``,
+``streaming_split`` to ranks that are actors.
+
+``ray-data`` reads every source as a dataset and mixes them by ``Dataset.mix``. ``ray-data-list`` reads one list of files, drawn by weight
+beforehand: cheaper, and a mixture that nobody can change. Each choice below is the cheaper one for Ray Data: a block is a file (so it mixes
+files where all others mix rows), packed ids travel as int32 and the rank widens them, tokenizers stay loaded, and ranks exist before the
+clock starts that leaves out the cluster. Sources repeat by links to their files: Ray Data reads a path once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from corpus import FILES, Corpus, SourceFiles, open_corpus
+from peers.contract import NO_LABEL
+from peers.kernel import Encoder, rows_of
+from peers.line import Line, take_steps
+from peers.work import Work
+
+STORE_BYTES = 512 * 2**20  # Ray would take 30 % of the machine's memory, and walk through all of it
+MORE = 2.0  # times the tokens that a run wants are there to be read: it must not come to its end
+TOKENS_PER_WORD = {"null": 1.0, "tokenized": 1.45}
+ROW_TAG = "source"
+BLOCKS: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow", "zero_copy_batch": True}  # whole ones
+SETTINGS = {  # the first four are what Overlord sets too
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    # The newer reader makes one block of a source of this size whatever it is asked for, which cannot be mixed, and starts later.
+    "RAY_DATA_USE_DATASOURCE_V2": "0",
+}
+
+
+# ---- in workers -----------------------------------------------------------------------------------------------------
+
+
+def tag(table: pa.Table, number: int) -> pa.Table:
+    return table.append_column(ROW_TAG, pa.array(np.full(len(table), number, np.int32)))
+
+
+class Pack:
+    """Next-fit over the rows of a block; a row of the result is a microbatch. What is left at its end is a microbatch too.
+
+    An actor: its tokenizer is loaded once, and it has a core to itself. As tasks, these would wait until all that can be read
+    has been: with many sources for minutes."""
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.encode = Encoder(open_corpus(Path(work.folder), work.n_sources), work.job, work.context)
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        return packed(table, self.encode(rows_of(table.column(self.work.column).combine_chunks())), self.work.context)
+
+
+def packed(table: pa.Table, documents: list[np.ndarray], context: int) -> pa.Table:
+    sizes = np.fromiter(map(len, documents), np.int64, len(documents))
+    firsts, filled = [0], 0
+    for i, size in enumerate(sizes.tolist()):
+        if filled + size > context:
+            firsts.append(i)
+            filled = 0
+        filled += size
+    rows = np.array([*firsts, len(documents)], np.int64)
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    return pa.table(
+        {
+            "tokens": _lists(ends[rows], np.concatenate(documents).astype(np.int32, copy=False)),
+            "lengths": _lists(rows, sizes.astype(np.int32)),
+            "sources": _lists(rows, sources_of(table)),
+        }
+    )
+
+
+def sources_of(table: pa.Table) -> np.ndarray:
+    if ROW_TAG in table.column_names:
+        found: np.ndarray = table.column(ROW_TAG).to_numpy()
+        return found
+    path = table.column("path")[0].as_py()  # a block is a file
+    return np.full(len(table), int(Path(path).name.split("-")[1]), np.int32)
+
+
+def _lists(bounds: np.ndarray, values: np.ndarray) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array(bounds.astype(np.int32)), pa.array(values))
+
+
+# ---- in ranks -------------------------------------------------------------------------------------------------------
+
+
+def widen(tokens: np.ndarray, lengths: np.ndarray, sources: np.ndarray, ramp: np.ndarray) -> dict[str, np.ndarray]:
+    """The arrays of the batch contract, from packed ids."""
+    bounds = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=bounds[1:])
+    last = bounds[1:] - 1
+    wide = tokens.astype(np.int64)
+    labels = np.empty_like(wide)
+    labels[:-1] = wide[1:]
+    labels[last] = NO_LABEL
+    loss_mask = np.ones(len(wide), np.float32)
+    loss_mask[last] = 0.0
+    positions = ramp[: len(wide)] - np.repeat(bounds[:-1], lengths)
+    return {
+        "tokens": wide, "position_ids": positions, "labels": labels, "loss_mask": loss_mask, "cu_seqlens": bounds,
+        "cu_seqlens_padded": bounds, "max_seqlen": lengths.max(), "source_ids": sources,
+    }  # fmt: skip
+
+
+def microbatches(batch: pa.Table, ramp: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
+    columns = [rows_of(batch.column(name).combine_chunks()) for name in ("tokens", "lengths", "sources")]
+    return (widen(*row, ramp) for row in zip(*columns, strict=True))
+
+
+class Rank:
+    """A trainer's worker, which takes its split."""
+
+    def __init__(self, path: str, work: dict[str, Any]):
+        self.work = Work(**work)
+        self.line = Line(path, f"rank/{self.work.rank}")
+
+    def there(self) -> bool:
+        return True
+
+    def take(self, split: Any) -> None:
+        batches = iter(split.iter_batches(batch_size=self.work.microbatches, batch_format="pyarrow"))
+        ramp = np.arange(self.work.context, dtype=np.int64)
+        take_steps((microbatches(batch, ramp) for batch in batches), self.work, self.line)
+
+
+# ---- the driver -----------------------------------------------------------------------------------------------------
+
+
+def links(folder: Path, sources: list[SourceFiles], wanted: list[int]) -> list[str]:
+    """A path for each of the wanted sources, files of a source in turn; source number in the name."""
+    folder.mkdir()
+    met, made = dict.fromkeys(wanted, 0), []
+    for k, number in enumerate(wanted):
+        path = folder / f"{k:06d}-{number}-.parquet"
+        path.symlink_to(sources[number].files[met[number] % FILES])
+        met[number] += 1
+        made.append(str(path))
+    return made
+
+
+def files_wanted(corpus: Corpus, work: Work) -> float:
+    """Of the whole run."""
+    tokens = sum(source.words for source in corpus.sources) / len(corpus.sources) / FILES * TOKENS_PER_WORD[work.job]
+    return MORE * work.tokens / tokens + 64
+
+
+def mixed(corpus: Corpus, work: Work, folder: Path) -> Any:
+    import ray.data
+    from ray.data import MixStoppingCondition
+
+    datasets = []
+    for number, share in enumerate(corpus.weights):
+        paths = links(folder / str(number), list(corpus.sources), [number] * (2 + math.ceil(share * files_wanted(corpus, work))))
+        read = ray.data.read_parquet(paths, override_num_blocks=len(paths)).select_columns([work.column])
+        datasets.append(read.map_batches(tag, fn_kwargs={"number": number}, **BLOCKS))
+    return datasets[0].mix(*datasets[1:], weights=corpus.weights.tolist(), stopping_condition=MixStoppingCondition.STOP_ON_SHORTEST)
+
+
+def listed(corpus: Corpus, work: Work, folder: Path) -> Any:
+    import ray.data
+
+    rng = np.random.default_rng(work.seed)
+    drawn = rng.choice(len(corpus.sources), size=math.ceil(files_wanted(corpus, work)), p=corpus.weights).tolist()
+    paths = links(folder / "all", list(corpus.sources), drawn)
+    read = ray.data.read_parquet(paths, override_num_blocks=len(paths), include_paths=True)
+    return read.select_columns([work.column, "path"])
+
+
+def main() -> None:
+    path, work, temporary = sys.argv[1], Work(**json.loads(sys.argv[2])), Path(sys.argv[3])
+    os.environ.update(SETTINGS)
+    import ray
+    import ray.data
+
+    line = Line(path, "server")
+    line.say(ready=True)
+    line.hear()
+    cores = len(os.sched_getaffinity(0))
+    ray.init(
+        "local", num_cpus=cores, include_dashboard=False, object_store_memory=STORE_BYTES, log_to_driver=False, logging_level=40,
+        _temp_dir=str(temporary / "ray"),
+    )  # fmt: skip
+    given = {name: getattr(work, name) for name in Work.__slots__}
+    ranks = [
+        ray.remote(Rank).options(num_cpus=0).remote(path, {**given, "rank": rank, "processes": work.ranks}) for rank in range(work.ranks)
+    ]
+    ray.get([rank.there.remote() for rank in ranks])
+    line.say(cluster=time.monotonic())
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    corpus = open_corpus(Path(work.folder), work.n_sources)
+    rows = (listed if work.peer == "ray-data-list" else mixed)(corpus, work, temporary)
+    packing = {"fn_constructor_kwargs": {"work": work}, "compute": ray.data.ActorPoolStrategy(size=max(1, cores - 1)), **BLOCKS}
+    splits = rows.map_batches(Pack, **packing).streaming_split(work.ranks)
+    taking = [rank.take.remote(split) for rank, split in zip(ranks, splits, strict=True)]
+    line.say(serving=None, hosts=[])
+    threading.Thread(target=_watch, args=(taking, line), daemon=True).start()
+    while line.hear() != "end":
+        line.say(ahead=None)
+    ray.shutdown()
+
+
+def _watch(taking: list[Any], line: Line) -> None:
+    """A rank that fails says so nowhere else."""
+    import ray
+
+    try:
+        ray.get(taking)
+    except Exception as fault:
+        line.say(failed=str(fault)[-2000:])
+
+
+if __name__ == "__main__":
+    from peers import ray_data  # under its own name: workers import what they are sent
+
+    ray_data.main()

@@ -1,0 +1,54 @@
+"""The commands about jobs that live on a cluster by themselves: ``overlord status`` and ``overlord stop``."""
+
+from __future__ import annotations
+
+import click
+
+from overlord.cliparts import debug, guarded, screen
+
+cluster_address = click.option(
+    "--address", metavar="HOST:PORT", envvar="OVERLORD_CLUSTER", help="The head of a Ray cluster; OVERLORD_CLUSTER says it too."
+)
+
+
+@click.command()
+@cluster_address
+@debug
+def status(address: str | None, debug: bool) -> None:
+    """List the jobs of a cluster, and where their parts are."""
+
+    def act() -> None:
+        from rich.table import Table
+
+        from overlord.runtime.ray_jobs import jobs
+
+        found, console = jobs(address), screen()
+        for job in found:
+            console.print(
+                f"{job.name}: {job.state}; {job.steps} steps planned, {job.taken + 1} taken by all; {job.clients} clients", markup=False
+            )
+            console.print(f"  trainers connect to {job.address}", markup=False, soft_wrap=True)
+            table = Table("part", "node", "process", "state", box=None, pad_edge=False)
+            for part in job.parts:
+                table.add_row(f"  {part['name']}", part["node"], str(part["pid"]), part["state"])
+            console.print(table)
+        if not found:
+            console.print("no job was submitted to this cluster, or all were stopped")
+
+    guarded(act, debug)
+
+
+@click.command()
+@click.argument("name")
+@cluster_address
+@debug
+def stop(name: str, address: str | None, debug: bool) -> None:
+    """End a job of a cluster and all its parts."""
+
+    def act() -> None:
+        from overlord.runtime.ray_jobs import stop as stop_job
+
+        stop_job(name, address)
+        click.echo(f"{name} is stopped")
+
+    guarded(act, debug)

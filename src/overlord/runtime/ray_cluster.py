@@ -1,0 +1,351 @@
+"""The Ray cluster that this process is connected to. The only file that imports Ray: what the rest wants of it has words here.
+
+``docs/ray.md`` has the settings, and what each of them avoids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from overlord.errors import DataStall, JobError, OverlordError
+from overlord.job import did_you_mean
+from overlord.runtime.machine import NODE
+from overlord.runtime.options import n_cores
+from overlord.runtime.placing import Node
+from overlord.runtime.ray_actor import Body, Home
+
+try:
+    import ray
+    from ray import exceptions
+    from ray._private import state as ray_state
+    from ray._private import worker as ray_worker
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+except ImportError as missing:  # said where the runtime is asked for, with what to do
+    raise JobError([f"runtime: 'ray' needs Ray, which cannot be imported ({missing}); pip install 'overlord[ray]'"], "launch") from missing
+
+_raylet: Any = ray._raylet  # its stubs do not know all of it
+log = logging.getLogger("overlord")
+
+DIED = "its process died without a word: it was killed, crashed or ran out of memory"
+GONE = "it is gone with its node, or before Ray could say how"
+MAX_IDLE = 16  # processes that wait for an actor of their name
+STORE_BYTES = 80 * 2**20  # near the least that Ray takes: no payload passes through its store
+FOLDER = "ov-ray-"
+MAX_ROOT = 18  # letters: a socket's path has 107, and Ray puts 65 of its own behind the folder
+REACH_S = 10.0
+KEPT = "overlord-jobs"  # the namespace of jobs that live on by themselves
+# Ray's own settings, where nobody has said otherwise. Workers beside a busy trainer starve at Ray's niceness of 15. A driver that has lost
+# its cluster's head ends the whole program after a minute: a trainer must not die of that.
+SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
+_prints = ray_worker.print_to_stdstream
+
+
+class Hosted(Body):
+    """An actor's life in a process of Ray's."""
+
+    def begin(self, home: Home, far: bool, code: bytes) -> int | None:
+        """Code comes with the start, and is opened when it is known where its modules are."""
+        os.environ[NODE] = node_here()
+        return self.live(home, here() if far else "", lambda: opened(code))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What Ray is told of where an actor is to be."""
+
+    num_cpus: float = 0.0
+    memory: float | None = None
+    resources: tuple[tuple[str, float], ...] = ()
+    node: str | None = None  # its id
+
+    def options(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"num_cpus": self.num_cpus}
+        if self.memory:
+            found["memory"] = self.memory
+        if self.resources:
+            found["resources"] = dict(self.resources)
+        if self.node:
+            found["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=self.node, soft=False)
+        return found
+
+
+Key = tuple[str, str, Place]  # of a process: whose job, which actor, where
+
+
+class Cluster:
+    """One at a time, for as long as somebody holds it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._holders = 0
+        self._ours = False  # whether it ends with us
+        self.address: str | None = None
+        self._folder: Path | None = None
+        self._set_here: list[str] = []  # what we have put into the environment
+        self._idle: list[tuple[Key, Any]] = []  # actors that have left, whose processes are there
+        self._numbers = itertools.count(1)
+        self._pid = 0  # a forked copy of this process has no part in it
+        self._run = ""  # tells the names of one connection from those of another
+
+    def hold(self, address: str | None) -> None:
+        """Connect, or start one of this machine alone; a program that has connected already decides for us."""
+        with self._lock:
+            if self._holders == 0:
+                self._ours = not ray.is_initialized()
+                if self._ours:
+                    self._begin(address)
+                self.address, self._run, self._pid = address, secrets.token_hex(4), os.getpid()
+            elif address is not None and address != self.address:
+                now = self.address or "a cluster of this machine"
+                raise JobError([f"address: {address!r} was asked for, but this process is connected to {now}: close that first"], "launch")
+            self._holders += 1
+
+    def release(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._holders -= 1
+            if self._holders:
+                return
+            while self._idle:
+                kill(self._idle.pop()[1])
+            if self._ours:
+                self._end()
+
+    @property
+    def far(self) -> bool:
+        """Whether it may have other machines."""
+        return not self._ours or self.address is not None
+
+    # actors
+
+    def start(self, key: Key, home: Home, code: bytes) -> tuple[Any, Future[Any]]:
+        """An actor, and its life: done when that is over. Under the lock: Ray starts a cluster for who asks when it is gone."""
+        with self._lock:
+            if not self._holders:
+                raise OverlordError("the cluster was released")
+            actor = self._process(key)
+            life: Future[Any] = actor.begin.remote(home, self.far, code).future()
+        return actor, life
+
+    def _process(self, key: Key) -> Any:
+        """Of an actor of the same name that has left (a session that goes back starts all its parts again), or a new one. A name is used
+        once: Ray keeps that of an actor that was killed for as long as somebody remembers it."""
+        for i, (of, actor) in enumerate(self._idle):
+            if of == key:
+                del self._idle[i]
+                return actor
+        job, name, place = key
+        named = {"name": f"{name}#{next(self._numbers)}", "namespace": f"overlord-{job}-{self._run}"}
+        return ray.remote(Hosted).options(max_restarts=0, max_task_retries=0, **named, **place.options()).remote()
+
+    def give_back(self, key: Key, actor: Any) -> None:
+        """It left when it was asked to."""
+        with self._lock:
+            if self._holders and len(self._idle) < MAX_IDLE:
+                self._idle.append((key, actor))
+                return
+        kill(actor)
+
+    def nodes(self) -> list[Node]:
+        """Those that live, and what they have left."""
+        idle = ray_state.available_resources_per_node()
+        return [
+            Node(
+                id=found["NodeID"], name=found.get("NodeName", ""), address=found.get("NodeManagerAddress", ""),
+                idle_cores=float(idle.get(found["NodeID"], {}).get("CPU", 0.0)),
+            )
+            for found in ray.nodes() if found["Alive"]
+        ]  # fmt: skip
+
+    def node_id(self, node: str, actor: str) -> str:
+        """A node by its name, address or id."""
+        known = self.nodes()
+        for found in known:
+            if found.is_called(node):
+                return found.id
+        if not self.far:
+            raise JobError([f"node {node!r} was asked for, but this runtime has one machine; leave node out"], f"actor {actor!r}")
+        raise JobError([f"unknown node {node!r}{did_you_mean(node, [n.name for n in known])}"], f"actor {actor!r}")
+
+    # connecting
+
+    def _begin(self, address: str | None) -> None:
+        self._set(SETTINGS)
+        settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "overlord"}
+        try:
+            if address is None:
+                self._folder = _new_folder()
+                self._set({"RAY_AUTH_MODE": "token"} | ({} if _has_token(named=True) else {"RAY_AUTH_TOKEN": secrets.token_hex(32)}))
+                settings |= {"num_cpus": n_cores(), "include_dashboard": False, "object_store_memory": STORE_BYTES}
+                settings |= {"_temp_dir": str(self._folder)}
+            else:
+                _reach(address)
+                if _has_token():  # Ray would not look for it where an address is given
+                    self._set({"RAY_AUTH_MODE": "token"})
+            _raylet.Config.initialize("")  # the environment counts as it is now, though Ray may have been imported long ago
+            _raylet.AuthenticationTokenLoader.instance().reset_cache()
+            ray.init(address or "local", **settings)
+        except BaseException as fault:
+            self._end()
+            if isinstance(fault, Exception):
+                raise JobError([f"{_cannot(address)}: {type(fault).__name__}: {str(fault)[:500]}"], "launch") from fault
+            raise
+        ray_worker.print_to_stdstream = _said_by_ray  # Ray prints a paragraph for every process that is killed
+
+    def _end(self) -> None:
+        ray_worker.print_to_stdstream = _prints
+        ray.shutdown()
+        while self._set_here:
+            os.environ.pop(self._set_here.pop(), None)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _set(self, settings: Mapping[str, str]) -> None:
+        for key, value in settings.items():
+            if key not in os.environ:
+                self._set_here.append(key)
+                os.environ[key] = value
+
+
+CLUSTER = Cluster()
+
+
+@contextlib.contextmanager
+def cluster(address: str | None = None) -> Iterator[Cluster]:
+    """Connected for as long as the block takes: control planes within it need not wait for a cluster to start."""
+    CLUSTER.hold(address)
+    try:
+        yield CLUSTER
+    finally:
+        CLUSTER.release()
+
+
+def kill(actor: Any) -> None:
+    with contextlib.suppress(Exception):  # it is gone already, or the cluster is
+        if ray.is_initialized():
+            ray.kill(actor, no_restart=True)
+
+
+def pickled(name: str, code: tuple[Any, ...]) -> bytes:
+    """Code for another process; what is defined in the program's main file travels with it."""
+    try:
+        found: bytes = ray.cloudpickle.dumps(code)
+    except Exception as fault:
+        raise JobError([f"factory or arguments cannot be sent to another process: {fault}"], f"actor {name!r}") from fault
+    return found
+
+
+def opened(code: bytes) -> tuple[Any, ...]:
+    """Only of what came with the start of a process."""
+    found: tuple[Any, ...] = ray.cloudpickle.loads(code)
+    return found
+
+
+def here() -> str:
+    """The address of this node."""
+    return str(ray.util.get_node_ip_address())
+
+
+def node_here() -> str:
+    """Its id."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+# jobs that nobody waits for
+
+
+def keep(factory: type, name: str) -> Any:
+    """An actor that lives on when this process goes. Its calls run side by side."""
+    options: dict[str, Any] = {
+        "name": name,
+        "namespace": KEPT,
+        "lifetime": "detached",
+        "max_restarts": 0,
+        "max_concurrency": 4,
+        "num_cpus": 0,
+    }
+    return ray.remote(factory).options(**options).remote()
+
+
+def kept() -> list[str]:
+    return sorted(found["name"] for found in ray.util.list_named_actors(all_namespaces=True) if found["namespace"] == KEPT)
+
+
+def kept_by(name: str) -> Any:
+    return ray.get_actor(name, namespace=KEPT)
+
+
+def ask(actor: Any, method: str, *args: Any, timeout_s: float, what: str) -> Any:
+    """An answer that comes through Ray: for words that are said once. The errors are those of the method."""
+    try:
+        return ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)
+    except exceptions.GetTimeoutError:
+        raise DataStall(what, timeout_s) from None
+    except exceptions.RayTaskError as fault:
+        raise (
+            fault.cause if isinstance(fault.cause, OverlordError) else OverlordError(f"{type(fault.cause).__name__}: {fault.cause}")
+        ) from None
+    except exceptions.RayError as fault:
+        raise OverlordError(reason_of(fault)) from None
+
+
+def reason_of(error: BaseException) -> str:
+    """Why an actor is no more, in a line: Ray says it in a paragraph."""
+    if isinstance(error, exceptions.RayTaskError):
+        return f"its process could not start it: {type(error.cause).__name__}: {error.cause}"
+    said = " ".join(str(error).strip().splitlines()[-1:])
+    if "unexpectedly exits with a connection error" in said:  # all that Ray knows of a signal, a crash or os._exit
+        return DIED
+    if "never ran" in said:  # what Ray says of an actor that did, when its node is gone
+        return GONE
+    return f"its process died: {said[:300] or type(error).__name__}"
+
+
+def _said_by_ray(data: Mapping[str, Any], *_: Any, **__: Any) -> None:
+    log.debug("ray: %s", " ".join(map(str, data.get("lines", ()))))
+
+
+def _has_token(*, named: bool = False) -> bool:
+    """Whether there is a token, ``named`` by the environment."""
+    by_name = any(os.environ.get(key) for key in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    return by_name or (not named and (Path.home() / ".ray" / "auth_token").exists())
+
+
+def _cannot(address: str | None) -> str:
+    if address is None:
+        return "runtime: 'ray' could not start a cluster of this machine"
+    return f"address: {address!r} could not be reached as a Ray cluster; wanted host:port of its head, and its token in RAY_AUTH_TOKEN_PATH"
+
+
+def _reach(address: str) -> None:
+    """Whether anyone is there: Ray would wait for as long as it waits for a head that was lost."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), REACH_S).close()
+
+
+def _new_folder() -> Path:
+    """A folder of its own for a cluster: nothing that another one left behind is found there. Those of programs that were killed go."""
+    root = Path(tempfile.gettempdir())
+    if len(str(root)) > MAX_ROOT:
+        root = Path("/tmp")
+    for old in root.glob(f"{FOLDER}*"):
+        pid = old.name.removeprefix(FOLDER).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdigit() and old.stat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-", dir=root))

@@ -1,0 +1,208 @@
+"""Actors that Ray places, starts and watches; called by links of ours.
+
+Ray does what it is good at: it finds a machine, starts a process there, says when that ends, and gives it a name others can find. An actor
+then comes back by a link (``ray_actor.py``), and all that is said goes that way. So calls, errors and deadlines are those of
+``peers.py``; here stands how an actor is started and how it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from overlord.channel.serverlink import ServerLink
+from overlord.errors import DataStall, JobError, OverlordError
+from overlord.runtime.actor import ITSELF, factory_failed, open_reply
+from overlord.runtime.control import HURRY_S, SHUT_DOWN, SHUTDOWN_S, Actors, Handle
+from overlord.runtime.front import Hands
+from overlord.runtime.machine import Machine, Networked
+from overlord.runtime.peers import PeerRecord, Peers
+from overlord.runtime.placing import Node
+from overlord.runtime.ray_actor import Home, this_machine
+from overlord.runtime.ray_cluster import CLUSTER, Key, Place, kill, pickled, reason_of
+
+log = logging.getLogger("overlord")
+
+KILLED = "killed"
+KILL_S = 8.0  # for Ray to say that an actor is gone
+CUT_S = 1.0  # between the end of a link and Ray's word that the process died, in either order
+
+
+class RayRecord(PeerRecord):
+    """An actor that Ray started and that comes to us."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.actor: Any = None
+        self.near = False  # whether its process is one of this machine
+        self.killed = self.leaving = False
+
+
+class RayControl(Peers):
+    """Actors of a Ray cluster. Callbacks of futures and deaths run in threads of this class."""
+
+    _kind = RayRecord
+
+    def __init__(self, address: str | None = None, *, job: str = "overlord"):
+        CLUSTER.hold(address)
+        try:
+            self.machine = Networked() if CLUSTER.far else Machine()
+            super().__init__(end=self._end_by_name, cut=self._cut_off, machine=self.machine)
+        except BaseException:
+            CLUSTER.release()
+            raise
+        self._job, self._machine_id, self._pid = job, this_machine(), os.getpid()
+        self._news = Hands(1, "ray")  # what Ray says is heard in a thread of ours: in its own nothing may be asked of it
+        self._home = {"address": self.address, "token": self.token, "path": tuple(p for p in sys.path if p)}
+
+    # starting
+
+    def spawn(
+        self, factory: Callable[..., Any], *args: Any, name: str, resources: Mapping[str, float] | None = None, node: str | None = None
+    ) -> Handle:
+        return Actors.spawn(self, factory, *args, name=name, resources=resources, node=node)
+
+    def nodes(self) -> list[Node]:
+        """Where actors can be; none where there is no choice."""
+        return CLUSTER.nodes() if CLUSTER.far else []
+
+    def _place(self, name: str, resources: Mapping[str, float], node: str | None) -> Place:
+        others = {key: value for key, value in resources.items() if key not in ("cpus", "memory")}
+        there = None if node is None else CLUSTER.node_id(node, name)
+        return Place(
+            num_cpus=resources.get("cpus", 0.0), memory=resources.get("memory"), resources=tuple(sorted(others.items())), node=there
+        )
+
+    def _start(self, record: PeerRecord, factory: Callable[..., Any], args: tuple[Any, ...]) -> Handle:
+        assert isinstance(record, RayRecord)
+        code = pickled(record.name, (factory, args))
+        record.ticket = next(self._tickets)
+        handle = record.handle = Handle(record.name, None, record)
+        self._by_ticket[record.ticket] = record
+        here = {} if CLUSTER.far else {"environ": dict(os.environ), "directory": os.getcwd()}
+        home = Home(name=record.name, ticket=record.ticket, **here, **self._home)  # type: ignore[arg-type]
+        try:
+            record.actor, life = CLUSTER.start(self._key(record), home, code)
+        except Exception as fault:
+            self._by_ticket.pop(record.ticket, None)
+            raise JobError([f"Ray cannot start it: {type(fault).__name__}: {str(fault)[:500]}"], f"actor {record.name!r}") from fault
+        if self._closed:  # meanwhile
+            kill(record.actor)
+        life.add_done_callback(lambda future: self._news.do(lambda: self._life_over(record, future)))
+        return handle
+
+    def _key(self, record: RayRecord) -> Key:
+        return self._job, record.name, record.place
+
+    # ending
+
+    def kill(self, handle: Handle) -> None:
+        record = self._mine(handle)
+        assert isinstance(record, RayRecord)
+        if record.reason is None:
+            self._kill(record)
+            if not self._in_callback() and not record.gone.wait(KILL_S):
+                raise DataStall(f"the process of actor {handle.name!r} to end after it was killed", KILL_S)
+
+    def _kill(self, record: RayRecord) -> None:
+        record.killed = True
+        kill(record.actor)
+        if record.near and record.link is not None and record.handle is not None and record.handle.pid:
+            with contextlib.suppress(OSError):  # Ray asks it to go, and gives one that stands still five seconds
+                os.kill(record.handle.pid, signal.SIGKILL)
+
+    def _in_callback(self) -> bool:
+        return self._server.in_its_thread or self._news.is_me()
+
+    def _end_by_name(self, name: str, ticket: int, why: str) -> None:
+        if isinstance(record := self._by_ticket.get(ticket), RayRecord):
+            self._kill(record)
+
+    def _cut_off(self, name: str, ticket: int, why: str) -> None:
+        """Its link ended: nearly always because its process did, which Ray tells by itself. One that lives is of no use."""
+        _after(CUT_S, lambda: self._end_by_name(name, ticket, why))
+
+    def _life_over(self, record: RayRecord, life: Future[Any]) -> None:
+        """Ray says that it is over. What the actor said before still counts: the end of its link says that all was read."""
+        error = life.exception()
+        code = None if error else life.result()
+        if record.leaving and not record.killed and error is None and code is None:
+            CLUSTER.give_back(self._key(record), record.actor)
+        else:
+            kill(record.actor)
+        if (link := record.link) is not None:
+            _after(CUT_S, lambda: link.close("Ray says that it is gone"))  # of a machine that vanished no end would come
+        self.died(record.ticket, KILLED if record.killed else f"exit code {code or 0}" if error is None else reason_of(error), record.fault)
+
+    def _ended(self, record: PeerRecord) -> None:
+        assert isinstance(record, RayRecord)
+        assert record.end is not None
+        if record.leaving:
+            self._over(record, SHUT_DOWN, quiet=True)
+        elif record.fault is not None:
+            self._over(record, factory_failed(record.fault), fault=record.fault)
+        else:
+            self._over(record, record.end[0])
+        record.gone.set()
+
+    def _opened(self, link: ServerLink, hello: Mapping[str, Any]) -> dict[str, Any]:
+        welcome = super()._opened(link, hello)
+        record = self._of_link[link]
+        assert isinstance(record, RayRecord)
+        record.near = bool(self._machine_id) and hello.get("machine") == self._machine_id
+        return welcome
+
+    def _message(self, link: Any, value: Any) -> None:
+        match value:
+            case (int(number), bytes(header), list(columns)) if number == ITSELF:
+                self._of_itself(self._of_link[link], header, columns)
+            case _:
+                super()._message(link, value)
+
+    def _of_itself(self, record: PeerRecord, header: bytes, columns: list[np.ndarray]) -> None:
+        assert isinstance(record, RayRecord)
+        _, fault = open_reply(record.name, header, columns)
+        if record.leaving:
+            log.warning("actor %s did not close well: %s", record.name, fault)
+        else:
+            record.fault = fault
+
+    def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
+        """Every actor finishes its calls, is closed and goes; one that has not at the deadline is killed."""
+        if os.getpid() != self._pid:  # a forked copy of the program: the actors are not its own
+            return
+        if self._in_callback():
+            raise OverlordError("shutdown waits for the thread that runs callbacks; call it from another thread")
+        if not self._close_once():
+            return
+        deadline = time.monotonic() + timeout_s
+        records = [r for r in self._living() if isinstance(r, RayRecord) and r.actor is not None]
+        for record in records:
+            record.leaving = True
+            self._send(record, ITSELF, b"", [])
+        late = [r for r in records if not r.gone.wait(max(0.0, deadline - time.monotonic()))]
+        for record in late:
+            log.warning("actor %s did not leave in %.1f s and was killed", record.name, timeout_s)
+            self._kill(record)
+        for record in late:
+            record.gone.wait(HURRY_S)
+            self._over(record, SHUT_DOWN, quiet=True)  # one that stands still is ended by Ray in a few seconds
+        self._server.close(HURRY_S)
+        self._news.close()
+        CLUSTER.release()
+
+
+def _after(seconds: float, act: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()

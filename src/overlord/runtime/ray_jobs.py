@@ -1,0 +1,155 @@
+"""Jobs of a cluster that need no launching process: an actor that Ray keeps has the session, and others find it by name.
+
+``submit`` returns when trainers can connect; whoever submitted may go. ``jobs`` and ``stop`` are for whoever comes later, from any machine
+that reaches the cluster.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from overlord.errors import JobError, OverlordError
+from overlord.job import Job, did_you_mean
+from overlord.runtime import ray_cluster
+from overlord.runtime.serving import Served
+
+if TYPE_CHECKING:
+    from overlord.runtime.session import Session
+
+START_S = 180.0  # for a session to be there: files are indexed, hosts open their sources
+ASK_S = 20.0
+STOP_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What a job says of itself."""
+
+    name: str
+    state: str  # running, ended, or why it failed
+    address: str  # for trainers
+    steps: int  # planned
+    taken: int  # the last step that all ranks took; -1 before the first
+    clients: int
+    parts: tuple[dict[str, Any], ...]  # name, node, pid, state
+
+
+class Keeper:
+    """Has the session of one job, in a process that Ray keeps whoever goes. Ray calls it from several threads."""
+
+    def __init__(self) -> None:
+        self._session: Session | None = None
+        self._served: Served | None = None
+        self._state, self._name = "starting", ""
+
+    def begin(self, path: tuple[str, ...], code: bytes, host: str, port: int, token: str | None) -> tuple[str, str]:
+        """Launch and serve: where trainers connect, and what they show."""
+        sys.path.extend(p for p in path if p not in sys.path)
+        import overlord as ov
+
+        job, options = ray_cluster.opened(code)
+        self._name = job.name
+        self._session = session = ov.launch(job, runtime="ray", **options)
+        self._served = session.serve(host=host or ray_cluster.here(), port=port, token=token)
+        self._state = "running"
+        threading.Thread(target=self._attend, args=(session,), name="overlord-attend", daemon=True).start()
+        return self._served.address, self._served.token
+
+    def _attend(self, session: Session) -> None:
+        """Until nobody needs the job; what it ended with is kept for who asks."""
+        from overlord.observe.attending import attend
+
+        try:
+            attend(session, lambda line: None)
+            self._state = "ended"
+        except Exception as fault:
+            self._state = f"failed: {type(fault).__name__}: {fault}"
+        session.close()
+
+    def status(self) -> dict[str, Any]:
+        session, address = self._session, self._served.address if self._served else ""
+        told: dict[str, Any] = {
+            "name": self._name,
+            "state": self._state,
+            "address": address,
+            "steps": 0,
+            "taken": -1,
+            "clients": 0,
+            "parts": (),
+        }
+        if session is None or self._state != "running":
+            return told
+        figures = session.metrics()
+        parts = tuple(
+            {"name": a["name"], "node": a.get("node") or ray_cluster.node_here(), "pid": a["pid"], "state": a["state"]}
+            for a in figures["actors"] if a["role"] in ("host", "planner")
+        )  # fmt: skip
+        serving = session._serving
+        seats = serving.seats if serving is not None else []
+        return told | {
+            "steps": figures["planned_steps"], "taken": session._told, "clients": sum(seat.there for seat in seats), "parts": parts,
+        }  # fmt: skip
+
+    def stop(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        self._state = "stopped"
+
+
+def submit(job: Job, *, address: str | None, host: str = "", port: int = 0, token: str | None = None, **options: Any) -> Served:
+    """Start a job that lives on when this process goes. ``host``: the interface to serve at; empty: that of the node it comes to."""
+    with ray_cluster.cluster(_wanted(address)):
+        if job.name in ray_cluster.kept():
+            raise JobError([f"a job called {job.name!r} runs on this cluster; stop it first, or give this one another name"], "submit")
+        code = ray_cluster.pickled(job.name, (job, options))
+        keeper = ray_cluster.keep(Keeper, job.name)
+        try:
+            path = tuple(p for p in sys.path if p)
+            return Served(
+                *ray_cluster.ask(keeper, "begin", path, code, host, port, token, timeout_s=START_S, what=f"job {job.name!r} to begin")
+            )
+        except BaseException:
+            ray_cluster.kill(keeper)
+            raise
+
+
+def jobs(address: str | None) -> list[Status]:
+    """All that were submitted to a cluster and not stopped."""
+    with ray_cluster.cluster(_wanted(address)):
+        names = {node.id: node.name or node.address for node in ray_cluster.CLUSTER.nodes()}
+        return [_status(name, names) for name in ray_cluster.kept()]
+
+
+def stop(name: str, address: str | None) -> None:
+    """End a job and all its parts; its journal, if it has one, says where it stood."""
+    with ray_cluster.cluster(_wanted(address)):
+        known = ray_cluster.kept()
+        if name not in known:
+            raise JobError([f"no job called {name!r}{did_you_mean(name, known) if known else '; there is none at all'}"], "stop")
+        keeper = ray_cluster.kept_by(name)
+        try:
+            ray_cluster.ask(keeper, "stop", timeout_s=STOP_S, what=f"job {name!r} to stop")
+        finally:
+            ray_cluster.kill(keeper)
+
+
+def _status(name: str, nodes: Mapping[str, str]) -> Status:
+    try:
+        told = ray_cluster.ask(ray_cluster.kept_by(name), "status", timeout_s=ASK_S, what=f"job {name!r} to say how it is")
+        parts = tuple(part | {"node": nodes.get(part["node"], part["node"])} for part in told["parts"])
+        return Status(**told | {"parts": parts})
+    except OverlordError as fault:
+        return Status(name=name, state=f"unknown: {fault}", address="", steps=0, taken=-1, clients=0, parts=())
+
+
+def _wanted(address: str | None) -> str:
+    """A cluster of this machine alone would end with this process."""
+    if address is None:
+        raise JobError(
+            ["address: wanted host:port of a Ray cluster's head; a job can only outlive a process on a cluster that does"], "launch"
+        )
+    return address

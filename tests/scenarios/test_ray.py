@@ -1,0 +1,240 @@
+"""A job on Ray: parts are killed and come back, nothing is left behind, nodes are used as asked and may go, and jobs live by themselves.
+
+The stories that all runtimes share are told on Ray where they stand (control, runtime, meshes, reshard), those of parts that are lost by
+``make ray``. A test that needs a cluster of its own has it in a program of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import overlord as ov
+from tests import rays
+from tests.processes import ROOT, Played, halt, hosts_of, launch, left_after, play, program, run, runs
+from tests.scenarios.test_process import job
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there")]
+
+STEPS = 40
+FEW: dict[str, Any] = {"sources_per_host": 2, "hosts": 2, "constructor_hosts": 1}  # two loader hosts, one constructor host
+GONE_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def calm() -> Played:
+    return run(job(until=STEPS), "local")
+
+
+def pids_of(session: ov.Session) -> dict[str, int]:
+    return {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] in ("host", "planner")}
+
+
+# parts that are lost
+
+
+def test_whoever_is_killed_comes_back_and_nobody_notices(calm: Played, tmp_path: Path, ray_cluster: None) -> None:
+    def hit(name: str) -> Callable[[ov.Session], None]:
+        return lambda session: os.kill(pids_of(session)[name], signal.SIGKILL)
+
+    def at_once(session: ov.Session) -> None:
+        session.kill("loader-host/1")
+        os.kill(pids_of(session)["planner"], signal.SIGKILL)
+
+    with launch(job(until=STEPS, journal=str(tmp_path / "journal")), "ray", **FEW) as session:
+        assert play(session, act={5: hit("loader-host/0"), 15: hit("constructor-host/0"), 25: at_once}) == calm
+        told = {r["part"]: r["reason"] for r in session.metrics()["recoveries"]}
+    assert {"loader-host/0", "constructor-host/0", "planner"} <= set(told), "who dies with the planner comes back with it"
+    assert told["loader-host/0"] == "its process died without a word: it was killed, crashed or ran out of memory"
+
+
+def test_a_planner_that_hangs_is_killed_for_good_before_another_writes(calm: Played, tmp_path: Path, ray_cluster: None) -> None:
+    with launch(job(until=STEPS, journal=str(tmp_path / "journal")), "ray", lost_after_s=2.0, **FEW) as session:
+        before = play(session, steps=6)
+        zombie = pids_of(session)["planner"]
+        halt(zombie)
+        after = play(session)
+        assert {rank: before.steps[rank] + steps for rank, steps in after.steps.items()} == calm.steps
+        assert not runs(zombie)
+
+
+def test_two_jobs_side_by_side_have_parts_of_their_own(calm: Played, ray_cluster: None) -> None:
+    few = {**FEW, "hosts": 1, "sources_per_host": 3}
+    with launch(job(until=STEPS), "ray", **few) as one, launch(job(until=STEPS), "ray", **few) as other:
+        assert not set(hosts_of(one).values()) & set(hosts_of(other).values())
+        one.kill("loader-host/0")
+        assert play(other) == calm
+        assert other.metrics()["recoveries"] == []
+        assert play(one) == calm
+
+
+# a cluster of one's own
+
+OWN = """
+    import json, os, sys, time
+    from pathlib import Path
+    import overlord as ov
+    from tests.processes import hosts_of, launch, written
+    from tests.scenarios.test_process import job
+
+    def below(pid):
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                found.append((int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])))
+            except OSError:
+                pass
+        tree, grown = {pid}, True
+        while grown:
+            more = {p for p, parent in found if parent in tree} - tree
+            grown = bool(more)
+            tree |= more
+        return sorted(tree - {pid})
+
+    def main():
+        before = dict(os.environ)
+        session = launch(job(until=10), "ray", hosts=1, sources_per_host=3, constructor_hosts=1)
+        hosts = hosts_of(session)
+        print(json.dumps([below(os.getpid()), hosts, {n: os.getpriority(os.PRIO_PROCESS, p) for n, p in hosts.items()}]), flush=True)
+        print(os.environ["RAY_AUTH_MODE"], len(os.environ["RAY_AUTH_TOKEN"]), flush=True)
+        input()
+        session.kill("loader-host/0")
+        clients = [session.client(rank) for rank in range(2)]
+        print(sum(1 for steps in zip(*clients)), flush=True)
+        session.close()
+        print({k: v for k, v in os.environ.items() if before.get(k) != v}, flush=True)
+"""
+
+
+def test_a_cluster_for_one_job_leaves_nothing_behind_and_ray_says_nothing(tmp_path: Path) -> None:
+    home, scratch = tmp_path / "home", Path(tempfile.mkdtemp(prefix="o", dir="/tmp"))  # a path that Ray's sockets have room for
+    home.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        patch.setenv("TMPDIR", str(scratch))
+        (scratch / "ov-ray-999999999-left").mkdir()  # of a program that was killed
+        with program(tmp_path, OWN) as own:
+            tree, hosts, nice = eval(own.line())
+            assert own.line() == "token 64"
+            assert set(nice.values()) == {os.getpriority(os.PRIO_PROCESS, 0)}, "not Ray's 15 more"
+            assert len(list(scratch.glob("ov-ray-*"))) == 1, "one of its own, and what others left is gone"
+            own.say("go")
+            assert own.line() == "10"
+            assert own.line() == "{}", "the environment is as it was"
+            code, out, err = own.end()
+            assert (code, out) == (0, "")
+            assert [line for line in err.splitlines() if "loader-host/0" not in line and "back behind step" not in line] == []
+            assert left_after([*tree, *hosts.values()], GONE_S) == []
+        assert list(scratch.glob("*ray*")) == []
+        shutil.rmtree(scratch)
+        assert not (home / ".ray").exists()
+
+
+def test_nothing_outlives_a_launching_process_that_is_killed(tmp_path: Path) -> None:
+    with program(tmp_path, OWN) as own:
+        tree, hosts, _ = eval(own.line())
+        tree = [pid for pid in tree if "agent" not in Path(f"/proc/{pid}/cmdline").read_text().lower()]  # Ray's own two go in a minute
+        assert len(tree) >= 5
+        os.kill(own.pid, signal.SIGKILL)
+        assert left_after([*tree, *hosts.values()], GONE_S) == []
+
+
+def test_a_cluster_that_is_not_there_is_told_of_with_its_address() -> None:
+    code = "import overlord as ov; from tests.scenarios.test_process import job; ov.launch(job(), 'ray', address='127.0.0.1:9')"
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=120, check=False)
+    assert "JobError: launch: address: '127.0.0.1:9' could not be reached as a Ray cluster; wanted host:port of its head" in done.stderr
+
+
+def test_without_ray_it_is_said_what_to_install() -> None:
+    code = "import sys; sys.modules['ray'] = None\nfrom tests.scenarios.test_process import job, ov\nov.launch(job(), 'ray')"
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=60, check=False)
+    assert "pip install 'overlord[ray]'" in done.stderr
+    assert "JobError" in done.stderr
+
+
+# a cluster of several nodes
+
+NODES = """
+    import os, secrets, subprocess, sys, time
+    os.environ.update(
+        RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0",
+        RAY_health_check_initial_delay_ms="500", RAY_health_check_period_ms="500", RAY_health_check_timeout_ms="1000",
+        RAY_health_check_failure_threshold="3",
+    )
+    import overlord as ov
+    from overlord.runtime import ray_cluster, ray_jobs
+    from tests.processes import launch, play, run, runs, until, written
+    from tests.scenarios.test_process import job
+
+    def where(session):
+        names = {n.id: n.name for n in ray_cluster.CLUSTER.nodes()}
+        return {a["name"]: names.get(a.get("node"), "none") for a in session.metrics()["actors"] if a["role"] == "host"}
+
+    def main():
+        from ray.cluster_utils import Cluster
+        small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
+        nodes = {name: cluster.add_node(node_name=name, num_cpus=4, **small) for name in ("gpu-0", "gpu-1")}
+        calm = run(job(until=40), "local")
+        with launch(job(until=40), "ray", address=cluster.address, rank_nodes=["gpu-0", "gpu-1"], hosts=2, sources_per_host=2) as session:
+            print(where(session), flush=True)
+            took = []
+
+            def remove(session):
+                cluster.remove_node(nodes["gpu-1"], allow_graceful=False)
+                start = time.monotonic()
+                until(lambda: any(a["state"] != "running" for a in session.metrics()["actors"] if a["role"] == "host"))
+                took.append(time.monotonic() - start)
+
+            print(play(session, act={9: remove}) == calm, flush=True)
+            print(where(session), flush=True)
+            print(*took, flush=True)
+        submit = "import sys; from overlord.runtime import ray_jobs; from tests.scenarios.test_process import job; "
+        submit += "served = ray_jobs.submit(job(until=40, name='alone'), address=sys.argv[1]); print(served.address, served.token)"
+        out = subprocess.run([sys.executable, "-c", submit, cluster.address], capture_output=True, text=True)
+        print(out.stdout.strip() or out.stderr.replace(chr(10), " "), flush=True)
+        input()
+        [found] = ray_jobs.jobs(cluster.address)
+        print(found.name, found.state, found.taken, [p["node"] for p in found.parts], flush=True)
+        ray_jobs.stop("alone", cluster.address)
+        until(lambda: not any(runs(p["pid"]) for p in found.parts))
+        print(ray_jobs.jobs(cluster.address), flush=True)
+        cluster.shutdown()
+"""
+
+
+def test_hosts_go_where_the_ranks_are_a_node_may_go_and_a_job_may_live_alone(calm: Played, tmp_path: Path) -> None:
+    with program(tmp_path, NODES) as there:
+        before = eval(there.line())
+        assert before["constructor-host/0"] == "gpu-0"
+        assert before["constructor-host/1"] == "gpu-1"
+        assert {before["loader-host/0"], before["loader-host/1"]} == {"gpu-0", "gpu-1"}, "half of four cores each, one for a constructor"
+        assert there.line() == "True", "to the byte"
+        assert set(eval(there.line()).values()) == {"gpu-0"}
+        assert float(there.line()) < 10.0, "with these health checks two seconds; machines are noisy"
+        address, token = there.line().split()
+        clients = [ov.connect(address, rank, token=token) for rank in range(2)]  # this process has no Ray of that cluster
+        from tests.processes import written
+
+        got = {rank: [written(next(client)) for _ in range(1)] for rank, client in enumerate(clients)}
+        for _ in range(9):
+            for rank, client in enumerate(clients):
+                got[rank].append(written(next(client)))
+        assert got == {rank: steps[:10] for rank, steps in calm.steps.items()}
+        there.say("go")
+        assert there.line().startswith("alone running 9 [")
+        assert there.line() == "[]"
+        for client in clients:
+            client.close()
+        assert there.end(60)[0] == 0
