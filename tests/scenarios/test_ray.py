@@ -187,6 +187,12 @@ NODES = """
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
         nodes = {name: cluster.add_node(node_name=name, num_cpus=4, **small) for name in ("gpu-0", "gpu-1")}
         calm = run(job(until=40), "local")
+        try:
+            launch(job(), "ray", address=cluster.address, rank_nodes=["gpu-0", "gpu-7"])
+        except ov.JobError as error:
+            assert "no node of the cluster is called 'gpu-7'" in str(error), error
+        else:
+            raise AssertionError("a node that is not there was passed over")
         with launch(job(until=40), "ray", address=cluster.address, rank_nodes=["gpu-0", "gpu-1"], hosts=2, sources_per_host=2) as session:
             print(where(session), flush=True)
             took = []

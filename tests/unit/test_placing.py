@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.runtime.placing import Layout, Node, choose, cores_for_loading
+from overlord.runtime.placing import Layout, Node, choose, cores_for_loading, unknown
 
 TRAINERS = [Node(id="t0", name="gpu-0", address="10.0.0.1", idle_cores=8), Node(id="t1", name="gpu-1", address="10.0.0.2", idle_cores=8)]
 CPUS = [Node(id="c0", name="cpu-0", address="10.0.1.1", idle_cores=4)]
@@ -19,6 +19,12 @@ def all_placed(names: list[str], nodes: list[Node], layout: Layout) -> dict[str,
     for name in names:
         placed[name] = choose(name, nodes, layout, placed)
     return placed
+
+
+def test_a_node_that_is_not_there_is_told_once_with_those_that_are() -> None:
+    assert unknown([*CPUS, *TRAINERS], BESIDE) == []
+    [said] = unknown(CPUS, Layout(rank_nodes=("10.0.1.1", "gpu-7", "gpu-7")))
+    assert said == "rank_nodes: no node of the cluster is called 'gpu-7'; there are cpu-0"
 
 
 def test_constructors_go_where_the_ranks_of_their_groups_are() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from overlord.client.client import Box
+from overlord.errors import JobError
 from overlord.job import Job
 from overlord.messages import Report, StreamState
 from overlord.planner.planner import Planner
@@ -18,7 +19,7 @@ from overlord.runtime.host import KeptPlans
 from overlord.runtime.local import Pump, ThreadExecutor
 from overlord.runtime.machine import Machine
 from overlord.runtime.options import CORES_PER_CONSTRUCTOR, Options, n_workers
-from overlord.runtime.placing import Layout, cores_for_loading
+from overlord.runtime.placing import Layout, cores_for_loading, unknown
 from overlord.runtime.written import Unwritten
 
 if TYPE_CHECKING:
@@ -106,7 +107,9 @@ def sized(runtime: str, job: Job, options: Options) -> Options:
     if not CLUSTER.far:
         return options
     layout = Layout(rank_nodes=tuple(options.rank_nodes or ()), share=options.sidecar)
-    cores, buckets = cores_for_loading(CLUSTER.nodes(), layout), len(list(job.place.buckets("DP")))
+    if problems := unknown(nodes := CLUSTER.nodes(), layout):
+        raise JobError(problems, "launch")
+    cores, buckets = cores_for_loading(nodes, layout), len(list(job.place.buckets("DP")))
     beside = len(set(layout.rank_nodes)) or max(1, cores // CORES_PER_CONSTRUCTOR)
     constructors = options.constructor_hosts or min(buckets, beside)
     return replace(options, hosts=options.hosts or cores, constructor_hosts=constructors, workers=options.workers or cores)

@@ -55,6 +55,13 @@ def choose(name: str, nodes: Sequence[Node], layout: Layout, placed: Mapping[str
     return min(some, key=lambda n: (load[n.id] / max(1.0, n.idle_cores), n.id)).id  # none has room: the least crowded
 
 
+def unknown(nodes: Sequence[Node], layout: Layout) -> list[str]:
+    """What is wrong with the nodes of ranks, in words: one that is not there would be passed over, and its ranks served from elsewhere."""
+    missing = dict.fromkeys(called for called in layout.rank_nodes if not any(n.is_called(called) for n in nodes))
+    known = ", ".join(sorted(n.name or n.address or n.id for n in nodes))
+    return [f"rank_nodes: no node of the cluster is called {called!r}; there are {known}" for called in missing]
+
+
 def cores_for_loading(nodes: Sequence[Node], layout: Layout) -> int:
     """Cores that loader hosts may use in all."""
     trainers = {n.id for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)}
