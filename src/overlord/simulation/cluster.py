@@ -120,6 +120,9 @@ class Cluster:
         """The journal says where the job goes on."""
         if not launched.told:
             launched.told = True
+            for trainer in self.trainers.values():  # the first launch failed when its journal was begun: those who wait for it go too
+                trainer.gone = True
+                trainer.process.kill()
             self._stand_at("restart", state.step)
 
     def broke(self, error: BaseException) -> None:
