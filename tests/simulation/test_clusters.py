@@ -16,6 +16,7 @@ from overlord.simulation.faults import KINDS
 from overlord.simulation.running import run_seed
 from overlord.simulation.scenario import STEPS, draw
 from overlord.simulation.soak import Tally, outcome_of, past_failures
+from overlord.simulation.world import Killed
 
 PAST = Path(__file__).with_name("past_failures.txt")
 SEEDS = int(os.environ.get("OVERLORD_SEEDS", "1000"))
@@ -78,3 +79,12 @@ def test_one_command_replays_a_seed_and_says_what_happened() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "seed 25:" in done.stdout
     assert "no violations" in done.stdout
+
+
+def test_a_seed_that_raises_whatever_it_is_fails_and_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(seed: int) -> None:
+        raise Killed
+
+    monkeypatch.setattr("overlord.simulation.soak.run_seed", killed)
+    [violation] = outcome_of(7).violations
+    assert "it raised" in violation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ from overlord.runtime.written import Beginning
 from overlord.simulation.control import Family, SimControl
 from overlord.simulation.disk import SimDisk, SimWriter
 from overlord.simulation.virtual import SimMachine
-from overlord.simulation.world import Process
+from overlord.simulation.world import Killed, Process
 
 if TYPE_CHECKING:
     from overlord.simulation.cluster import Cluster
@@ -213,5 +214,6 @@ class Launched:
         if not killed and self.host is not None:
             self.host.close()
             taken = self.host.planner.taken
-            self.host.journal.close(-1 if taken is None else taken)
+            with contextlib.suppress(Killed):  # a last write that is torn ends the planner, which was to end anyway
+                self.host.journal.close(-1 if taken is None else taken)
         self.process.kill()

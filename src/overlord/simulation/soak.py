@@ -10,10 +10,12 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from overlord.simulation.running import run_seed
+from overlord.simulation.world import Killed
 
 ROLES = ("loader", "constructor", "planner", "trainer", "job")
 LEAST = 3  # faults that strike in every run
@@ -66,7 +68,7 @@ def outcome_of(seed: int) -> Outcome:
     start = time.process_time()
     try:
         verdict = run_seed(seed)
-    except Exception:
+    except (Exception, Killed):
         return Outcome(seed, (f"it raised: {traceback.format_exc()}",), Counter(), "", time.process_time() - start)
     found = tuple(verdict.violations)
     if verdict.fired.total() < LEAST:
@@ -82,8 +84,9 @@ def outcomes(seeds: Iterable[int], processes: int) -> Iterator[Outcome]:
     if processes <= 1:
         yield from map(outcome_of, seeds)
         return
-    with multiprocessing.get_context("spawn").Pool(processes, _quiet) as pool:
-        yield from pool.imap_unordered(outcome_of, seeds, chunksize=8)
+    # A process that dies with its seeds is an error here, where a Pool would wait for them for ever.
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _quiet) as pool:
+        yield from pool.map(outcome_of, seeds, chunksize=8)
 
 
 def past_failures(path: Path | None) -> list[int]:
