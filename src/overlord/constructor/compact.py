@@ -101,7 +101,13 @@ class Opened(Mapping[str, np.ndarray]):
 
     def __getitem__(self, key: str) -> np.ndarray:
         found = self._shown[key]
-        return self._bucket.wide(self._m, self._cut)[key] if found is None else found
+        if found is not None:
+            return found
+        last = self._bucket.last
+        if last[0] == self._m:
+            return last[1][key]
+        del last  # or its memory could not be used again
+        return self._bucket.widened(self._m, self._cut)[key]
 
     def __contains__(self, key: object) -> bool:
         return key in self._shown
@@ -124,12 +130,12 @@ class Opened(Mapping[str, np.ndarray]):
 class Widening:
     """The microbatches of one bucket while they are widened one by one."""
 
-    __slots__ = ("_empty", "_form", "_last", "_room", "_slab")
+    __slots__ = ("_empty", "_form", "_room", "_slab", "last")
 
     def __init__(self, form: Form, empty: np.ndarray, slab: Callable[[int], np.ndarray]):
         self._form, self._empty, self._slab = form, empty.tolist(), slab
         self._room = 0  # places of the largest microbatch: memory for any of them fits all
-        self._last: tuple[int, dict[str, np.ndarray]] | None = None
+        self.last: tuple[int, dict[str, np.ndarray]] = (-1, {})  # the one that is wide
 
     def opened(self, cuts: Sequence[Mapping[str, np.ndarray]]) -> list[Opened]:
         ends = [int(cut["cu_seqlens_padded"][-1]) for cut in cuts]
@@ -137,13 +143,11 @@ class Widening:
         later: dict[str, np.ndarray | None] = dict.fromkeys(self._form.keys)
         return [Opened(self, m, cut, later | {k: a for k, a in cut.items() if k != IDS}) for m, cut in enumerate(cuts)]
 
-    def wide(self, m: int, cut: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        last = self._last
-        if last is None or last[0] != m:
-            self._last = last = None  # first, so that its memory may be used again
-            made = widen(cut, self._form, self._empty[m], self._slab, self._room)
-            self._last = last = (m, made)
-        return last[1]
+    def widened(self, m: int, cut: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        self.last = (-1, {})  # first, so that its memory may be used again
+        made = widen(cut, self._form, self._empty[m], self._slab, self._room)
+        self.last = (m, made)
+        return made
 
 
 def widen(

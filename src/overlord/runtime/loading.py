@@ -18,6 +18,7 @@ from overlord.runtime.carrier import Done, Executor
 from overlord.sample import Content, Ragged
 from overlord.transforms.worker import TransformWorker
 
+RELEASED_TOGETHER = 4  # steps: to look through all loaders at every step costs more than what is kept a little longer
 NOTHING = Content(Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64)))
 
 
@@ -102,7 +103,7 @@ class Loading:
     def __init__(self, executor: Executor, run: Callable[[Sequence[Any]], None], *, keeps: bool = False):
         self._executor, self._run, self._keeps = executor, run, keeps
         self.generation, self._step = 0, -1  # of the last Back, and what it went back to
-        self._acked = -1
+        self._acked, self._released = -1, -RELEASED_TOGETHER  # the last steps taken by all, and let go
         self.hosted: dict[int, Hosted] = {}  # by the loader's number, in rising order
         self.held = NOTHING  # payload of samples that look-ahead passed over
         self._held_by = np.zeros(0, np.int64)  # which loader read each of them
@@ -136,11 +137,15 @@ class Loading:
     # going back, and following
 
     def acked(self, step: int) -> None:
-        """Every rank took the steps up to here: what is kept of them goes."""
-        if step > self._acked:
-            self._acked = step
-            for hosted in self.hosted.values():
-                hosted.acked(step)
+        """Every rank took the steps up to here: what is kept of them goes, that of a few steps together."""
+        self._acked = max(step, self._acked)
+        if self._acked >= self._released + RELEASED_TOGETHER:
+            self._release()
+
+    def _release(self) -> None:
+        self._released = self._acked
+        for hosted in self.hosted.values():
+            hosted.acked(self._acked)
 
     def back(self, back: Back, open: Callable[[Opening], None]) -> list[Any]:
         """Bring the named loaders to where they stood behind a step: in memory where it reaches so far, else opened afresh. Said again, it
@@ -149,6 +154,7 @@ class Loading:
             return []
         if back.generation > self.generation:
             self.generation, self._step, self._acked = back.generation, back.step, min(self._acked, back.step)
+            self._released = min(self._released, back.step)
             self.held, self._held_by = NOTHING, np.zeros(0, np.int64)  # whoever plans from there on has passed over nothing
         commands: list[Any] = []
         for opening in back.openings:
@@ -249,7 +255,8 @@ class Loading:
             commands += wanted
         if kept is None:
             return pieces, commands
-        self.acked(step)  # what is held over is not kept by step: such jobs read again
+        self._acked = max(step, self._acked)  # what is held over is not kept by step: such jobs read again
+        self._release()
         pieces.insert(0, self.held)
         if all(p.items is None for p in pieces):  # images are left where they lie: they are most of the bytes
             pieces = [Content.concat(pieces)]
