@@ -13,6 +13,7 @@ import overlord as ov
 from overlord.hooks import CONTRACT
 from overlord.planner.kernel import best_fit
 from overlord.runtime.bootstrap import _source_of
+from tests.processes import until
 from tests.worlds import Rows
 
 pytestmark = pytest.mark.timeout(60)
@@ -153,6 +154,7 @@ def test_the_summary_buffer_holds_what_comes_next_in_stream_order() -> None:
         assert len(session.summary_buffer()) == 0
         client = session.client(0)
         next(client)
+        until(lambda: len(session.summary_buffer()) >= 6)  # loaders read two steps ahead, when they get to it
         seen = session.summary_buffer()
         later = [next(client) for _ in range(3)]
         plans = [session.plan(step.step) for step in later]
