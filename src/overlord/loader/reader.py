@@ -168,7 +168,22 @@ class SourceReader:
         order = np.lexsort((row, file, key))
         if command.after is not None:
             order = order[_not_before(key[order], file[order], row[order], command.after, self.order, command.epoch)]
-        return _Window(key[order], file[order], row[order], at[order], _joined(tables), reasons, dropped, command.after), tuple(over)
+        return _Window(key[order], file[order], row[order], at[order], self._joined(tables), reasons, dropped, command.after), tuple(over)
+
+    @staticmethod
+    def _joined(tables: list[pa.Table]) -> list[pa.Table]:
+        """Slices as one table in memory of its own: one may be a view, and must not keep alive the row group it was cut from.
+
+        Slices of JSONL may disagree on the type of a column; then they stay apart.
+        """
+        if len(tables) > 1:
+            try:
+                return [pa.concat_tables(tables, promote_options="permissive").combine_chunks()]
+            except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+                return [compact(table) for table in tables]
+        table = tables[0]
+        # Half of a row group may keep the other half alive: the copy would cost more than the memory, which is soon read anyway.
+        return [compact(table) if table.get_total_buffer_size() > 2.5 * table.nbytes + 4096 else table.combine_chunks()]
 
     def _stage_slice(self, raw: RawSlice, ids: RowIds, reasons: list[str]) -> tuple[np.ndarray, np.ndarray, Staged]:
         """Run the slice stage. Returns the raw rows that are left (samples to be, or failures), and where each is."""
@@ -235,21 +250,6 @@ class SourceReader:
             key[where], file[where], row[where], part, meta,
             key[bad], file[bad], row[bad], tuple(why[j] for j in bad.tolist()), window.dropped,
         )  # fmt: skip
-
-
-def _joined(tables: list[pa.Table]) -> list[pa.Table]:
-    """Slices as one table in memory of its own: one may be a view, and must not keep alive the row group it was cut from.
-
-    Slices of JSONL may disagree on the type of a column; then they stay apart.
-    """
-    if len(tables) > 1:
-        try:
-            return [pa.concat_tables(tables, promote_options="permissive").combine_chunks()]
-        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-            return [compact(table) for table in tables]
-    table = tables[0]
-    # Half of a row group may keep the other half alive: the copy would cost more than the memory, which is soon read anyway.
-    return [compact(table) if table.get_total_buffer_size() > 2.5 * table.nbytes + 4096 else table.combine_chunks()]
 
 
 def _all_bad(n: int, reason: str) -> Block:

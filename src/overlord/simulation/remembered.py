@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from overlord.loader.reader import SourceReader, _Window
 from overlord.messages import Evaluate, Evaluated, Read
@@ -16,8 +17,9 @@ from overlord.placetree import ClientPlaceTree
 from overlord.plan import LoadingPlan
 from overlord.planner.strategy import Strategy, resolve
 from overlord.runtime import bootstrap
-from overlord.sample import Buffer, Content
+from overlord.sample import Buffer, Content, take_rows
 from overlord.sources.base import RawSlice
+from overlord.transforms.base import Block, RowIds, Staged
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +27,9 @@ class Memory:
     """Of one job. Whoever comes second is given what the first has read; arrays that are shared are not to be written to."""
 
     slices: dict[Any, RawSlice] = field(default_factory=dict)
+    staged: dict[Any, tuple[np.ndarray, np.ndarray, Staged]] = field(default_factory=dict)
+    tables: dict[Any, list[pa.Table]] = field(default_factory=dict)
+    samples: dict[Any, Block] = field(default_factory=dict)  # of all rows of a table
     windows: dict[Any, tuple[_Window, tuple[int, ...]]] = field(default_factory=dict)
     blocks: dict[Any, tuple[Evaluated, Content]] = field(default_factory=dict)
     plans: dict[Any, LoadingPlan] = field(default_factory=dict)
@@ -65,6 +70,29 @@ class RememberingReader(SourceReader):
             found = self._memory.windows[key] = super()._open(command)
         w = found[0]
         return _Window(w.key, w.file, w.row, w.at, w.tables, w.reasons, w.dropped, w.after), found[1]
+
+    # Rows, and what is made of them, are the same in every epoch and in whatever blocks they are asked for.
+
+    def _stage_slice(self, raw: RawSlice, ids: RowIds, reasons: list[str]) -> tuple[np.ndarray, np.ndarray, Staged]:
+        if (found := self._memory.staged.get(id(raw))) is None:
+            found = super()._stage_slice(raw, ids, reasons)
+            assert not found[2].bad and not raw.bad, "rows that fail have reasons, which are not remembered"
+            self._memory.staged[id(raw)] = found
+        return found
+
+    def _joined(self, tables: list[pa.Table]) -> list[pa.Table]:
+        key = tuple(map(id, tables))
+        if (found := self._memory.tables.get(key)) is None:
+            found = self._memory.tables[key] = super()._joined(tables)
+        return found
+
+    def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:
+        (table,) = tables
+        if (whole := self._memory.samples.get(id(table))) is None:
+            whole = self._memory.samples[id(table)] = super()._row_stage(tables, np.arange(table.num_rows))
+            assert len(whole.index) == table.num_rows, "every row is a sample"
+        meta = {name: take_rows(column, at) for name, column in whole.meta.items()}
+        return Block(index=np.arange(len(at)), part=whole.part[at], tokens=whole.tokens.take(at), meta=meta, bad=[])
 
     def evaluate(self, command: Evaluate) -> tuple[Evaluated, Content]:
         window = self._window
