@@ -170,8 +170,7 @@ class SourceReader:
             order = order[_not_before(key[order], file[order], row[order], command.after, self.order, command.epoch)]
         return _Window(key[order], file[order], row[order], at[order], self._joined(tables), reasons, dropped, command.after), tuple(over)
 
-    @staticmethod
-    def _joined(tables: list[pa.Table]) -> list[pa.Table]:
+    def _joined(self, tables: list[pa.Table]) -> list[pa.Table]:
         """Slices as one table in memory of its own: one may be a view, and must not keep alive the row group it was cut from.
 
         Slices of JSONL may disagree on the type of a column; then they stay apart.

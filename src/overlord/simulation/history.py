@@ -32,22 +32,23 @@ class Seen:
 
     @staticmethod
     def of(step: Step) -> Seen:
-        hashed = hashlib.blake2b(digest_size=8)
+        hashed: list[bytes] = []
         samples, tokens, keys = [], [], dict[str, None]()
         for mb in step:
-            told, rows = mb._told, mb._rows
-            samples.append(tuple(Sample(*row) for row in told.table[rows, :5].tolist()))
+            samples.append(tuple(map(Sample._make, mb._told.table[mb._rows, :5].tolist())))
             held: tuple[int, ...] | None = None
-            for key, array in mb.items():
+            arrays = mb._arrays
+            for key in arrays:
+                array = arrays[key]
                 keys[key] = None
-                hashed.update(f"{key} {array.dtype.str} {array.shape}".encode())
-                hashed.update(array.tobytes())
+                hashed += (f"{key} {array.dtype.str} {array.shape}".encode(), array.tobytes())
                 if key == "tokens":
                     held = tuple(array.ravel().tolist())
             tokens.append(held)
-            hashed.update(b"|")
-        hashed.update(f"{step.global_valid_tokens}".encode())
-        return Seen(step.rank, step.step, tuple(samples), tuple(tokens), tuple(keys), hashed.hexdigest())
+            hashed.append(b"|")
+        hashed.append(f"{step.global_valid_tokens}".encode())
+        digest = hashlib.blake2b(b"".join(hashed), digest_size=8).hexdigest()
+        return Seen(step.rank, step.step, tuple(samples), tuple(tokens), tuple(keys), digest)
 
 
 @dataclass(frozen=True, slots=True)

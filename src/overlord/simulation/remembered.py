@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -76,7 +76,7 @@ class RememberingReader(SourceReader):
     def _stage_slice(self, raw: RawSlice, ids: RowIds, reasons: list[str]) -> tuple[np.ndarray, np.ndarray, Staged]:
         if (found := self._memory.staged.get(id(raw))) is None:
             found = super()._stage_slice(raw, ids, reasons)
-            assert not found[2].bad and not raw.bad, "rows that fail have reasons, which are not remembered"
+            assert not (found[2].bad or raw.bad), "rows that fail have reasons, which are not remembered"
             self._memory.staged[id(raw)] = found
         return found
 
@@ -118,6 +118,26 @@ def _lock(block: tuple[Evaluated, Content]) -> None:
             array.flags.writeable = False
 
 
+class _Placed(LoadingPlan):
+    """A plan that was found valid when it was made: whoever is given it again finds the same, and the same digest."""
+
+    __slots__ = ("_digest",)
+
+    @staticmethod
+    def of(plan: LoadingPlan) -> _Placed:
+        plan.validate()
+        placed = _Placed(**{f.name: getattr(plan, f.name) for f in fields(plan)})
+        object.__setattr__(placed, "_digest", plan.digest())
+        return placed
+
+    def validate(self) -> LoadingPlan:
+        return self
+
+    def digest(self) -> str:
+        digest: str = getattr(self, "_digest")  # noqa: B009
+        return digest
+
+
 def _asked_once(strategy: Strategy, memory: Memory) -> Strategy:
     """A strategy of ours is a function of the samples and the mesh."""
 
@@ -125,9 +145,9 @@ def _asked_once(strategy: Strategy, memory: Memory) -> Strategy:
         if buffer.wanted:  # candidates, of which it chooses
             return strategy(buffer, tree)
         columns = (buffer.source, buffer.epoch, buffer.file, buffer.row, buffer.part)
-        key = (buffer.step, repr(tree), *(column.tobytes() for column in columns))
+        key = (buffer.step, tree, *(column.tobytes() for column in columns))
         if (found := memory.plans.get(key)) is None:
-            found = memory.plans[key] = strategy(buffer, tree)
+            found = memory.plans[key] = _Placed.of(strategy(buffer, tree))
         return found
 
     return place
