@@ -76,7 +76,7 @@ class RememberingReader(SourceReader):
     def _stage_slice(self, raw: RawSlice, ids: RowIds, reasons: list[str]) -> tuple[np.ndarray, np.ndarray, Staged]:
         if (found := self._memory.staged.get(id(raw))) is None:
             found = super()._stage_slice(raw, ids, reasons)
-            assert not (found[2].bad or raw.bad), "rows that fail have reasons, which are not remembered"
+            assert not raw.bad + found[2].bad, "rows that fail have reasons, which are not remembered"
             self._memory.staged[id(raw)] = found
         return found
 
