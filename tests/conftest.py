@@ -6,8 +6,10 @@ The examples of the laws are the same in every run, so that a change is what tur
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +25,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 settings.load_profile("overlord")
+
+if importlib.util.find_spec("dateutil") is None:
+    # pyarrow looks for it with every column of Python values. Where there is none, looking, through the hooks of pytest at that, would be
+    # a fifth of the time of most laws.
+    sys.modules["dateutil"] = None  # type: ignore[assignment]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what is followed by "&" so, and children would not hear Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)

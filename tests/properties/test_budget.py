@@ -120,7 +120,7 @@ def every(sources: int, loaders: int) -> dict[str, int]:
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 3000), st.integers(1, 6), st.sampled_from([[7], [1, 8, 40]]), st.booleans(),
     st.integers(0, 2**20),
 )  # fmt: skip
-@examples(60)
+@examples(40)
 def test_ready_beyond_the_draw_stays_within_the_budget_and_a_block_for_each_loader(
     sources: int, loaders: int, budget: int, read_ahead: int, lengths: list[int], in_tokens: bool, seed: int
 ) -> None:

@@ -158,7 +158,7 @@ def states_of(blueprint: Blueprint, stages: list[Stage]) -> list[StreamState]:
     worlds(), event_logs(), st.sampled_from(("step", "microbatch", "epoch")), st.booleans(), st.integers(0, 2**20),
     st.integers(1, 3), st.integers(1, 3),
 )  # fmt: skip
-@examples(90)
+@examples(45)
 def test_a_planner_restored_after_any_step_plans_the_identical_rest(
     world: World, log: list[SetMixture | Skip], mix_every: str, scheduled: bool, seed: int, loaders: int, others: int
 ) -> None:
@@ -271,7 +271,7 @@ def loaders_at(blueprint: Blueprint, cursor: Cursor, n: int, rng: random.Random)
 
 
 @given(worlds(endless=False), st.integers(1, 4), st.integers(0, 2**20))
-@examples(100)
+@examples(60)
 def test_loaders_restored_at_any_cursor_announce_what_stands_behind_it(world: World, loaders: int, seed: int) -> None:
     world = World(world.seed, world.sources[:1], world.fields, world.batch, world.dp)
     rng = random.Random(seed)
@@ -608,7 +608,7 @@ def test_skipped_steps_are_left_out_and_the_others_are_as_they_were(world: World
     worlds(), st.sampled_from(("vanilla", "packed", "llm_balance", "backbone_balance")), st.integers(0, 2**20), st.sampled_from((1, 4, 16)),
     st.sampled_from(("packed", "padded")), st.sampled_from(("shifted", "unshifted")),
 )  # fmt: skip
-@examples(100)
+@examples(70)
 def test_every_strategy_keeps_the_capacity_and_gives_every_drawn_sample_one_slot(
     world: World, strategy: str, seed: int, multiple: int, layout: str, labels: str
 ) -> None:
@@ -655,7 +655,7 @@ def spin(rng: random.Random) -> None:
 
 
 @given(worlds(formats=("dataset",), endless=False), st.integers(0, 2**20), st.integers(1, 3), st.integers(1, 4))
-@examples(25)
+@examples(15)
 def test_no_delay_of_a_dataset_or_a_transform_changes_a_byte(world: World, seed: int, loaders: int, workers: int) -> None:
     rng = random.Random(seed)
 

@@ -72,7 +72,7 @@ def test_the_chosen_stream_equals_the_reference(world: World, choice: tuple[int,
 
 
 @given(worlds(batches="samples"), CHOICES, st.integers(0, 2**20), st.integers(1, 4))
-@examples(30)
+@examples(18)
 def test_no_option_changes_a_byte_and_restored_at_every_step_the_rest_is_identical(
     world: World, choice: tuple[int, int, str], seed: int, loaders: int
 ) -> None:
@@ -133,7 +133,7 @@ def deferring(world: World, directory: str) -> ov.Job:
 
 
 @given(worlds(batches="samples"), st.integers(0, 2**20), st.integers(1, 3))
-@examples(30)
+@examples(18)
 def test_deferring_keeps_the_number_of_microbatches_and_restores_to_the_byte(world: World, seed: int, loaders: int) -> None:
     with folder() as directory:
         job = deferring(world, directory)
@@ -148,7 +148,7 @@ def test_deferring_keeps_the_number_of_microbatches_and_restores_to_the_byte(wor
 
 
 @given(worlds(batches="samples", endless=False), st.integers(0, 2**20))
-@examples(40)
+@examples(25)
 def test_what_is_deferred_still_comes_exactly_once(world: World, seed: int) -> None:
     with folder() as directory:
         job = deferring(world, directory)

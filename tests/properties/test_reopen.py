@@ -62,7 +62,7 @@ def assert_unnoticed(job: ov.Job, moves: list[Move], seed: int, said: tuple[Any,
 
 
 @given(worlds(), MOVES, st.integers(0, 2**20), st.integers(1, 4))
-@examples(50)
+@examples(30)
 def test_a_source_may_be_read_anew_at_any_moment(world: World, moves: list[Move], seed: int, loaders: int) -> None:
     with folder() as directory:
         job = world.job(directory)
@@ -111,7 +111,7 @@ class Breaking:
     worlds(), MOVES, st.integers(0, 2**20), st.integers(1, 3), st.integers(5, 60), st.booleans(),
     st.sampled_from(((), (("look_ahead", 3),), (("overflow", "defer"),))),
 )  # fmt: skip
-@examples(25)
+@examples(18)
 def test_what_breaks_a_source_breaks_it_at_the_same_place(
     world: World, moves: list[Move], seed: int, loaders: int, rows: int, disk: bool, ahead: tuple[tuple[str, Any], ...]
 ) -> None:

@@ -80,7 +80,7 @@ def fingerprint(steps: dict[int, list[ov.Step]]) -> str:
 
 
 @given(worlds(), st.integers(0, 2**20))
-@examples(300)
+@examples(150)
 def test_the_simulated_stream_equals_the_reference(world: World, seed: int) -> None:
     with folder() as directory:
         job = world.job(directory)
@@ -93,7 +93,7 @@ def test_the_simulated_stream_equals_the_reference(world: World, seed: int) -> N
 
 
 @given(worlds(), st.integers(1, 3), st.integers(1, 5), st.integers(1, 4))
-@examples(40)
+@examples(25)
 def test_the_local_stream_equals_the_reference(world: World, loaders: int, prefetch: int, workers: int) -> None:
     with folder() as directory:
         job = world.job(directory)
@@ -106,7 +106,7 @@ def test_the_local_stream_equals_the_reference(world: World, loaders: int, prefe
 @given(
     worlds(), st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 4), st.integers(1, 6), st.integers(1, 4)), min_size=2, max_size=3)
 )
-@examples(70)
+@examples(45)
 def test_no_option_and_no_timing_changes_a_byte(world: World, ways: list[tuple[int, int, int, int]]) -> None:
     with folder() as directory:
         job = world.job(directory)
@@ -124,7 +124,7 @@ def test_no_option_and_no_timing_changes_a_byte(world: World, ways: list[tuple[i
 
 
 @given(worlds(), st.integers(0, 2**20), st.integers(1, 4))
-@examples(70)
+@examples(40)
 def test_restored_at_every_step_the_rest_is_identical_to_the_byte(world: World, seed: int, loaders: int) -> None:
     with folder() as directory:
         job = world.job(directory)
@@ -137,7 +137,7 @@ def test_restored_at_every_step_the_rest_is_identical_to_the_byte(world: World, 
 
 
 @given(worlds(), st.integers(0, 2**20), st.integers(1, 5))
-@examples(60)
+@examples(40)
 def test_another_mesh_gets_the_same_samples_in_every_step_also_after_a_restore(world: World, seed: int, dp: int) -> None:
     with folder() as directory:
         job = world.job(directory)
@@ -151,7 +151,7 @@ def test_another_mesh_gets_the_same_samples_in_every_step_also_after_a_restore(w
 
 
 @given(worlds(endless=False, batches="samples"), st.integers(0, 2**20))
-@examples(80)
+@examples(50)
 def test_within_an_epoch_every_row_lands_once_or_in_quarantine(world: World, seed: int) -> None:
     with folder() as directory:
         job = world.job(directory, until="all")
