@@ -19,6 +19,7 @@ from tests.torch.ranks.jobs import broadcasting, job, samples_of
 from tests.torch.ranks.models import Cut, Run, train
 
 STEPS = 3
+FEW = 4  # ranks: what more of them would show no better is shown with so many only
 TOLERANCE = 1e-11
 FIRST, LAST, EVERY = {"tokens", "position_ids"}, {"labels", "loss_mask", "source_ids"}, {"cu_seqlens", "cu_seqlens_padded", "max_seqlen"}
 
@@ -66,7 +67,8 @@ def samples_everywhere(place: ClientPlaceTree, run: Run, split: str) -> list[lis
 
 def balanced_and_unbalanced_plans_have_equal_gradients(out: Path) -> None:
     place = ClientPlaceTree(dp=dist.get_world_size())
-    runs = {name: trained(place, name) for name in ("vanilla", "packed", "llm_balance", "backbone_balance")}
+    more = ("packed", "backbone_balance") if place.world_size == FEW else ()
+    runs = {name: trained(place, name) for name in ("vanilla", "llm_balance", *more)}
     layouts = {name: run.samples for name, run in runs.items()}
     assert layouts["vanilla"] != layouts["llm_balance"], "balancing moved nothing, and so proved nothing"
     for run in runs.values():
@@ -77,7 +79,7 @@ def context_parallel_slices_equal_the_whole(out: Path) -> None:
     w = dist.get_world_size()
     for degrees in ({"dp": w // 2, "cp": 2}, {"dp": w // 4, "cp": 4}):
         trained(ClientPlaceTree(**degrees), "llm_balance")
-    for split in ("zigzag_whole", "contiguous"):
+    for split in ("zigzag_whole", "contiguous") if w == FEW else ():
         trained(ClientPlaceTree(dp=w // 2, cp=2), "llm_balance", split=split)
 
 
@@ -103,7 +105,7 @@ def stages_get_their_keys_only(place: ClientPlaceTree) -> None:
 
 
 def combined_meshes_equal_the_whole(out: Path) -> None:
-    if dist.get_world_size() == 4:
+    if dist.get_world_size() == FEW:
         trained(ClientPlaceTree(cp=2, tp=2), broadcasting("TP", "CP"))
         trained(ClientPlaceTree(pp=2, cp=2), broadcasting("PP", "CP"))
         return
