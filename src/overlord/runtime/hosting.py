@@ -273,10 +273,7 @@ def load_of(
 
     Windows take one slice of each chunk of a group, and loaders own whole chunks: more loaders than a group has chunks would wait.
     """
-    held = max(index.nbytes, int(index.chunks.nbytes.clip(0).sum()))
-    if any(f.path.endswith((".gz", ".zst")) for f in index.files):
-        held = 3 * index.nbytes
-    row_bytes = held / index.rows if index.rows and held else ROW_BYTES
+    held, row_bytes = _held(index)
     kinds = [t.kind for t in pipeline.transforms]
     seconds = row_bytes * (READ_S if index.format in ("parquet", "arrow") else PARSE_S)
     seconds += row_bytes * TOKENIZE_S * kinds.count("tokenize") + CODE_S * sum(t.user_code for t in pipeline.transforms)
@@ -286,3 +283,16 @@ def load_of(
         name=source.name, share=share, cost=share * seconds, memory=int(HANDLES + min(2 * window, held or 2 * window)),
         max_loaders=max(1, open_chunks),
     )  # fmt: skip
+
+
+def _held(index: Index) -> tuple[int, float]:
+    """Bytes of a source in memory, and of a row of it."""
+    held = max(index.nbytes, int(index.chunks.nbytes.clip(0).sum()))
+    if any(f.path.endswith((".gz", ".zst")) for f in index.files):
+        held = 3 * index.nbytes
+    return held, held / index.rows if index.rows and held else ROW_BYTES
+
+
+def row_tokens(index: Index) -> float:
+    """Tokens of a row, where nobody has looked: four bytes each, of text and of ids alike."""
+    return max(1.0, _held(index)[1] / 4)
