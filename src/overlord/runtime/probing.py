@@ -115,15 +115,14 @@ class _Probe:
     def run(self) -> None:
         for chunk in self._kit.order.chunk_order(0).tolist():
             t, last = 0, False
-            while not last and not self._done():
+            while not last and self._rows < self._bounds.rows and not self._late():
                 last = self._window(chunk, t)
                 t += 1
-            if self._done():
+            if not last:
                 return
 
-    def _done(self) -> bool:
-        late = time.perf_counter() - self._began >= self._bounds.seconds
-        return (self._rows >= self._bounds.rows and not self._reader.stats.raw_bytes) or late or self._over()
+    def _late(self) -> bool:
+        return time.perf_counter() - self._began >= self._bounds.seconds or self._over()
 
     def _window(self, chunk: int, t: int) -> bool:
         """One slice of a chunk, read and transformed. Whether it was the last one."""
@@ -136,18 +135,18 @@ class _Probe:
         self._rows += rows
         self._covered += rows if not self._whole(chunk) else int(self._kit.index.chunks.rows[chunk]) if not t else 0
         self._raw_bytes += window.nbytes
-        left = window.rows
-        while left > 0 and not self._done():
-            left -= self._evaluate()
+        left = min(window.rows, self._bounds.rows - self._evaluated)
+        while left > 0 and not self._late():
+            left -= self._evaluate(left)
         return chunk in window.over
 
     def _whole(self, chunk: int) -> bool:
         """Whether the first slice of a chunk pays for all of them: small row groups are decoded in one go."""
         return self._kit.index.format == "parquet" and 0 <= int(self._kit.index.chunks.nbytes[chunk]) <= SMALL_ROW_GROUP
 
-    def _evaluate(self) -> int:
+    def _evaluate(self, most: int) -> int:
         start = self._clock()
-        evaluated, content = self._reader.evaluate(Evaluate(0, BLOCK))
+        evaluated, content = self._reader.evaluate(Evaluate(0, min(BLOCK, most)))
         self._transform_s += self._clock() - start
         self._evaluated += evaluated.rows
         self.samples += len(content)

@@ -162,16 +162,31 @@ class _Search:
             if best is not None and self._fits(best) and self._least(cores) >= best.seconds * (1 - CLOSE):
                 break
             for counts in self._counts(cores):
-                hosting = plan_hosts(
-                    self.loads, cores=cores, sources_per_host=self.limits.sources_per_host, loaders=self.limits.loaders,
-                    together=self.limits.together, counts=counts,
-                )  # fmt: skip
-                if (counts, hosting.n_hosts) in seen or not self._allowed(hosting):
-                    continue
-                seen.add((counts, hosting.n_hosts))
-                best = self._better(best, self._judged(hosting, cores))
+                hosting = self._placed(counts, cores)
+                if (counts, hosting.n_hosts) not in seen and self._allowed(hosting):
+                    seen.add((counts, hosting.n_hosts))
+                    best = self._better(best, self._judged(hosting, cores))
         assert best is not None, "one core and one loader a source are always allowed"
-        return self._told(best)
+        return self._told(self._trimmed(best))
+
+    def _placed(self, counts: Sequence[int], cores: int) -> Hosting:
+        return plan_hosts(
+            self.loads, cores=cores, sources_per_host=self.limits.sources_per_host, loaders=self.limits.loaders,
+            together=self.limits.together, counts=counts,
+        )  # fmt: skip
+
+    def _trimmed(self, best: _Tried) -> _Tried:
+        """The same rate with fewer loaders, where one source holds up all and the others need not be ready before it."""
+        if not best.seconds:
+            return best
+        counts = [
+            n if load.name in self.limits.loaders else min(n, max(1, math.ceil(load.cost / best.seconds - CLOSE)))
+            for load, n in zip(self.loads, best.hosting.loaders, strict=True)
+        ]
+        hosting = self._placed(counts, best.cores)
+        new = self._judged(hosting, best.cores)
+        as_good = new.seconds <= best.seconds * (1 + CLOSE) and self._fits(new) >= self._fits(best) and new.small < best.small
+        return new if as_good and self._allowed(hosting) else best
 
     def _counts(self, cores: int) -> Iterator[tuple[int, ...]]:
         """Loaders of every source, by its cluster's level, and by its own share: the mean may hide a source that holds up all."""
@@ -218,7 +233,7 @@ class _Search:
             f"a host that does {hosting.slowest:.0%} of the work on {on}": hosting.slowest * self.work / worth,
         }
 
-    def _why(self, load: SourceLoad, n: int) -> str:
+    def _why(self, load: SourceLoad, n: int, else_: str = "its share of the cores") -> str:
         """Why a source has no more loaders."""
         limits = self.limits
         if load.name in limits.loaders:
@@ -228,7 +243,7 @@ class _Search:
             "per_source allows": limits.per_source, "sources_per_host=1 allows": 1 if limits.sources_per_host == 1 else None,
         }  # fmt: skip
         by = next((words for words, most in known.items() if most is not None and n >= most), "")
-        return f"{n} loader{'s' * (n != 1)}" + (f", as many as {by}" if by else ", its share of the cores")
+        return f"{n} loader{'s' * (n != 1)}" + (f", as many as {by}" if by else f", {else_}")
 
     def _fits(self, tried: _Tried) -> bool:
         return self.resources.memory_bytes is None or tried.memory <= self.resources.memory_bytes
@@ -261,12 +276,15 @@ class _Search:
         load, n = self.loads[i], best.hosting.loaders[i]
         cores, cluster = self._by_level(i, best.cores), self.clusters.index(self.level[i])
         work = load.cost / self.work if self.work else 0.0
+        wanted = max(cores, self._by_share(i, best.cores))
+        keeps_up = n < min(self.limits.most(load), math.ceil(wanted - CLOSE))
+        why = self._why(load, n, "as many as keep up with the slowest source" if keeps_up else "its share of the cores")
         if load.name in self.limits.loaders:
             reason = "as loaders= says"
         elif n == 1:
-            reason = "light: shares a host" if cores <= 1 else self._why(load, n)
+            reason = "light: shares a host" if wanted <= 1 else why
         else:
-            reason = f"{work:.0%} of the work is worth {max(cores, self._by_share(i, best.cores)):.1f} cores; {self._why(load, n)}"
+            reason = f"{work:.0%} of the work is worth {wanted:.1f} cores; {why}"
         return Share(source=load.name, cluster=cluster, level=self.level[i].level, cores=cores, loaders=n, actors=actors, work=work,
                      reason=reason)  # fmt: skip
 
