@@ -226,6 +226,15 @@ def test_a_measured_source_gets_loaders_by_what_it_costs(corpus: Path) -> None:
         assert hosting_of(named).loaders[1] == 2
 
 
+def test_guesses_are_corrected_by_what_was_measured_of_their_kind(corpus: Path) -> None:
+    made = job(source(corpus, "a", text(corpus)), source(corpus, "b", text(corpus)), source(corpus, "ids"))
+    with blueprint(made) as ready:
+        guessed = loads_of(ready)
+        ready.profile = JobProfile.of([kept(ready, 30 * guessed[0].cost, 0.0, 0.0).sources["a"]])  # ten times the guess: a third is drawn
+        found = loads_of(ready)
+    assert [f.cost / g.cost for f, g in zip(found, guessed, strict=True)] == pytest.approx([10.0, 10.0, 1.0])
+
+
 def test_batches_in_tokens_draw_long_samples_less_often(corpus: Path) -> None:
     made = job(source(corpus), source(corpus, "code"), batch=ov.Batch(tokens=400, context=64))
     with blueprint(made) as ready:

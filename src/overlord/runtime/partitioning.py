@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from overlord.hooks import LOADER, of_kind
@@ -14,7 +15,7 @@ from overlord.planner.schedulebase import Base
 from overlord.runtime.bootstrap import READ_AHEAD, Blueprint
 from overlord.runtime.hosting import Hosting, SourceLoad, load_of, plan_hosts, row_tokens
 from overlord.runtime.options import Options, n_cores, n_workers
-from overlord.runtime.profiles import known, quick
+from overlord.runtime.profiles import known, path_of, quick, save
 from overlord.scaling.partition import Limits, Partition, Resources, partition
 from overlord.scaling.profile import SourceProfile
 
@@ -43,14 +44,29 @@ def loads_of(blueprint: Blueprint) -> list[SourceLoad]:
     without indexes has been told."""
     if (told := getattr(blueprint, "loads", None)) is not None:
         return list(told)
-    job, found = blueprint.job, list[SourceLoad]()
+    job, shares, found = blueprint.job, shares_of(blueprint), list[SourceLoad]()
     how = {"shuffle_chunks": job.shuffle_chunks, "slice_rows": job.slice_rows}
-    for i, share in enumerate(shares_of(blueprint)):
-        load = load_of(job.sources[i], blueprint.pipelines[i], blueprint.indexes[i], share, **how)
-        if (p := _profile(blueprint, i)) is not None:
-            load = replace(load, cost=share * p.sample_s, memory=p.memory or load.memory, state=p.file_bytes)
-        found.append(load)
+    guesses = [load_of(s, p, i, 1.0, **how) for s, p, i in zip(job.sources, blueprint.pipelines, blueprint.indexes, strict=True)]
+    off = _off(blueprint, guesses)
+    for i, (guess, share) in enumerate(zip(guesses, shares, strict=True)):
+        p = _profile(blueprint, i)
+        seconds = p.sample_s if p is not None else guess.cost * off.get(_kind(blueprint, i), 1.0)
+        load = replace(guess, share=share, cost=share * seconds)
+        found.append(load if p is None else replace(load, memory=p.memory or load.memory, state=p.file_bytes))
     return found
+
+
+def _off(blueprint: Blueprint, guesses: Sequence[SourceLoad]) -> dict[tuple[str, ...], float]:
+    """How far guesses are off, by kind of source: a measured one beside a guessed one of its kind must not look dearer than it is."""
+    ratios: dict[tuple[str, ...], list[float]] = {}
+    for i, guess in enumerate(guesses):
+        if (p := _profile(blueprint, i)) is not None and guess.cost and p.sample_s:
+            ratios.setdefault(_kind(blueprint, i), []).append(p.sample_s / guess.cost)
+    return {kind: median(found) for kind, found in ratios.items()}
+
+
+def _kind(blueprint: Blueprint, i: int) -> tuple[str, ...]:
+    return tuple(t.kind for t in blueprint.pipelines[i].transforms)
 
 
 def shares_of(blueprint: Blueprint) -> list[float]:
@@ -138,7 +154,10 @@ def profiled(blueprint: Blueprint, runtime: str) -> Blueprint:
     blueprint.profile = known(blueprint)
     loads = loads_of(blueprint)
     if _matters(loads, batch_samples(blueprint), blueprint.options):
-        blueprint.profile = quick(blueprint, loads, blueprint.profile)
+        found = quick(blueprint, loads, blueprint.profile)
+        if found != blueprint.profile:
+            save(path_of(blueprint.given, blueprint.options.cache_dir), found)
+        blueprint.profile = found
     if runtime != "local":
         return blueprint
     loaders = partition_of(blueprint, cores=n_workers(blueprint.options), worth_s=WORTH_S).hosting.loaders

@@ -36,6 +36,7 @@ LARGEST = 2**26  # bytes of a file that may be a profile: a hundred thousand sou
 QUICK = Bounds(rows=64, seconds=0.1, memory=False)  # of one source, at launch
 ALL_S = 0.4  # of all of them together: a start is not to be felt
 FEWEST = 64  # samples of a source between two refreshes: fewer tell more of chance than of the source
+LEAVE_S = 0.2  # for a refresh that is under way when the job ends; it is left behind then
 EVERY_S = (15.0, 600.0)  # between two refreshes: the first, and as it doubles the last
 
 
@@ -163,6 +164,8 @@ class Refresher:
 
     def close(self) -> None:
         self._over.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(LEAVE_S)
 
     def _loop(self) -> None:
         wait = EVERY_S[0]
