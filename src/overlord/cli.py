@@ -32,6 +32,7 @@ from overlord.cliparts import (
     screen,
     where,
 )
+from overlord.cliscaling import partition, profile
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -42,6 +43,8 @@ def cli() -> None:
 
 cli.add_command(drill)
 cli.add_command(journal)
+cli.add_command(partition)
+cli.add_command(profile)
 cli.add_command(status)
 cli.add_command(stop)
 

@@ -46,7 +46,8 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"partition": "auto"}, "partition: 'auto' is not available in this version; every source has one loader"),
+        ({"partition": "atuo"}, "partition: wanted how loaders are given to sources, found 'atuo'; did you mean 'auto'?"),
+        ({"partition": 3}, "partition: wanted how loaders are given to sources, found 3; there are auto, off"),
         ({"autoscale": True}, "autoscale: True is not available in this version"),
         ({"shadows": "heavy"}, "shadows: 'heavy' is for runtime='process'; what is in one process is lost together"),
         ({"shadows": "hevy"}, "shadows: wanted whose loaders have a stand-by, found 'hevy'; did you mean 'heavy'"),
@@ -91,7 +92,7 @@ def test_all_options_that_cannot_be_are_told_at_once() -> None:
 
 
 def test_options_may_say_what_is_done_anyway() -> None:
-    said = {"partition": None, "autoscale": False, "shadows": "none", "constructors": True, "sources_per_host": None}
+    said = {"partition": "auto", "autoscale": False, "shadows": "none", "constructors": True, "sources_per_host": None}
     assert stream(job(), **said) == stream(job())
 
 

@@ -17,6 +17,7 @@ from overlord.journal.segment import SUFFIX, ordinal_of
 log = logging.getLogger("overlord")
 
 LOCK = "journal.lock"
+PROFILE = "profile.json"  # kept beside it: what the job's sources cost
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 _sync_data = getattr(os, "fdatasync", os.fsync)  # it also makes a file's new length durable
 _held: set[Directory] = set()  # not weak: who drops a log without closing it still has its files open
@@ -39,7 +40,9 @@ class Directory:
             return
         try:
             self._make()
-            others = [] if (self.path / LOCK).exists() else sorted(n for n in os.listdir(self.path) if not n.endswith(SUFFIX))
+            others = (
+                [] if (self.path / LOCK).exists() else sorted(n for n in os.listdir(self.path) if not n.endswith(SUFFIX) and n != PROFILE)
+            )
             fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise refusal(self.shown, "be opened for writing", error) from None

@@ -63,6 +63,7 @@ class ReaderStats:
     transform_s: float = 0.0
     rows: int = 0
     samples: int = 0
+    tokens: int = 0
     windows: int = 0
     raw_bytes: int = 0  # of the window open now
     image_bytes_in: int = 0  # of image files so far
@@ -218,6 +219,7 @@ class SourceReader:
             self.stats.raw_bytes = 0
         took = time.perf_counter() - start
         self.stats.samples += len(found)
+        self.stats.tokens += int(content.tokens.offsets[-1] - content.tokens.offsets[0])
         self.stats.image_bytes_in += block.image_bytes_in
         self.stats.image_bytes_out += block.image_bytes_out
         self.stats.transform_s += took

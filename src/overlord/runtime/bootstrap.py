@@ -31,6 +31,7 @@ from overlord.planner.spec import NewSource, PlannerSpec, SourceSpec, initial_st
 from overlord.planner.strategy import resolve
 from overlord.runtime.host import Executor, Host
 from overlord.runtime.options import Options, n_workers
+from overlord.scaling.profile import JobProfile
 from overlord.sources.base import ReadOptions
 from overlord.sources.handles import ChunkReader, HandleCache
 from overlord.sources.index import Index, Left, build_indexes, build_some, default_cache_dir
@@ -67,6 +68,8 @@ def open_loader(kit: SourceKit, opening: Opening, handles: HandleCache) -> tuple
 
 class Blueprint:
     """A job made ready: everything that is read once and shared by all cores made from it."""
+
+    profile: JobProfile | None = None  # what its sources cost, as far as that is known
 
     def __init__(self, job: Job, options: Options, left: Mapping[str, Left] | None = None):
         """``left``: sources that the state to be resumed does not read any more."""

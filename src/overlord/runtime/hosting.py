@@ -37,9 +37,12 @@ class SourceLoad:
     cost: float  # seconds of reading and transforming per step, in any unit that is the same for all sources
     memory: int  # bytes of file state and buffers
     max_loaders: int = 1  # more would have nothing to do
+    state: int = 0  # of the memory: file state, which every host with a loader of the source holds
 
     def __post_init__(self) -> None:
-        if not (0 <= self.cost < math.inf and 0 <= self.share < math.inf and self.memory >= 0 and self.max_loaders >= 1):
+        if not (
+            0 <= self.cost < math.inf and 0 <= self.share < math.inf and self.memory >= 0 and self.max_loaders >= 1 and self.state >= 0
+        ):
             raise ValueError(f"{self.name}: share, cost and memory are at least 0 and finite, max_loaders at least 1; found {self}")
 
 
@@ -53,6 +56,7 @@ class Hosting:
     costs: tuple[float, ...]  # predicted, per host, as shares of all work
     memory: tuple[int, ...]  # bytes per host
     reasons: tuple[str, ...]  # one line per host
+    threads: int = 0  # of every host; 0: an equal share of the cores
 
     def loaders_on(self, host: int) -> tuple[int, ...]:
         return tuple(loader for loader, h in enumerate(self.host_of) if h == host)
@@ -85,6 +89,7 @@ class _Rules:
 
     loads: tuple[SourceLoad, ...]
     named: Mapping[str, int]
+    counts: tuple[int, ...] | None  # loaders of every source, where they are decided elsewhere
     per_host: int
     strict: bool  # the user said per_host: more hosts than cores rather than more sources a host
     together: bool
@@ -93,6 +98,8 @@ class _Rules:
 
     def loaders(self, cores: int) -> tuple[int, ...]:
         """Loaders per source: so many that none has more to do than a core's fair share, where chunks allow it."""
+        if self.counts is not None:
+            return self.counts
         alone = self.strict and self.per_host == 1
         return tuple(
             self.named.get(load.name, 1 if alone else min(load.max_loaders, cores, max(1, math.ceil(self.fair(load, cores)))))
@@ -128,25 +135,29 @@ class _Rules:
 
 def plan_hosts(
     loads: Sequence[SourceLoad], *, cores: int, sources_per_host: int | None = None, loaders: Mapping[str, int] | None = None,
-    together: bool = False, memory_bytes: int | None = None,
+    together: bool = False, memory_bytes: int | None = None, counts: Sequence[int] | None = None,
 ) -> Hosting:  # fmt: skip
     """Loaders and hosts for these sources on so many cores for loading.
 
     ``min(cores, sources / 25)`` hosts, and one more for every loader of a source that is more than a core's fair share of the
     work; more when a host would hold above ``memory_bytes``. ``sources_per_host`` is kept even where that takes more hosts than
-    cores; 1 gives every source a process of its own. ``loaders`` fixes the number for the sources it names. ``together`` keeps
-    all loaders of a source on one host.
+    cores; 1 gives every source a process of its own. ``loaders`` fixes the number for the sources it names, ``counts`` for all (by
+    ``scaling.partition``, which has reasons of its own). ``together`` keeps all loaders of a source on one host.
     """
     for name, value in (("cores", cores), ("sources_per_host", sources_per_host), ("memory_bytes", memory_bytes), ("sources", len(loads))):
         if value is not None and value < 1:
             raise ValueError(f"{name}: wanted at least 1, found {value}")
     rules = _Rules(
-        tuple(loads), dict(loaders or {}), sources_per_host or SOURCES_PER_HOST, sources_per_host is not None, together, memory_bytes,
-        math.fsum(load.cost for load in loads),
+        tuple(loads), dict(loaders or {}), None if counts is None else tuple(counts), sources_per_host or SOURCES_PER_HOST,
+        sources_per_host is not None, together, memory_bytes, math.fsum(load.cost for load in loads),
     )  # fmt: skip
+    return _explained(rules, _layout(rules, cores) if counts is not None else _best(rules, cores))
+
+
+def _best(rules: _Rules, cores: int) -> _Layout:
+    """Placing the heaviest first is near the best, not monotone: where fewer cores happen to do better, they are used."""
     best, tried = _layout(rules, cores), set[tuple[int, tuple[int, ...]]]()
     for c in range(cores - 1, 0, -1):
-        # Placing the heaviest first is near the best, not monotone: where fewer cores happen to do better, they are used.
         parts = rules.parts(c)
         key = (rules.n_hosts(c, parts), rules.loaders(c))
         if _bound(rules, c, parts) >= best.slowest:
@@ -154,7 +165,7 @@ def plan_hosts(
         if key not in tried and (layout := _layout(rules, c)).slowest < best.slowest:
             best = layout
         tried.add(key)
-    return _explained(rules, best)
+    return best
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,9 +175,16 @@ class _Layout:
     host: list[int]  # of every part
     n_hosts: int
 
+    def on(self) -> list[list[_Part]]:
+        """The parts of every host."""
+        found: list[list[_Part]] = [[] for _ in range(self.n_hosts)]
+        for part, h in zip(self.parts, self.host, strict=True):
+            found[h].append(part)
+        return found
+
     @property
     def costs(self) -> list[float]:
-        return [math.fsum(p.cost for p, h in zip(self.parts, self.host, strict=True) if h == host) for host in range(self.n_hosts)]
+        return [math.fsum(p.cost for p in parts) for parts in self.on()]
 
     @property
     def slowest(self) -> float:
@@ -222,20 +240,20 @@ def _explained(rules: _Rules, layout: _Layout) -> Hosting:
         for loader in part.loaders:
             host_of[loader] = h
     costs = [c / total for c in layout.costs]
-    reasons = [_reason(rules, layout, h, costs[h], memory[h], loaders) for h in range(layout.n_hosts)]
+    reasons = [_reason(rules, parts, costs[h], memory[h], loaders) for h, parts in enumerate(layout.on())]
     return Hosting(
         loaders=loaders, host_of=tuple(host_of), n_hosts=layout.n_hosts, costs=tuple(costs), memory=tuple(map(math.ceil, memory)),
         reasons=tuple(reasons),
     )  # fmt: skip
 
 
-def _reason(rules: _Rules, layout: _Layout, host: int, cost: float, memory: float, loaders: Sequence[int]) -> str:
+def _reason(rules: _Rules, parts: Sequence[_Part], cost: float, memory: float, loaders: Sequence[int]) -> str:
     """What a host does, its heavy sources first, and why they are split."""
-    mine = sorted({p.source for p, h in zip(layout.parts, layout.host, strict=True) if h == host})
+    mine = sorted({p.source for p in parts})
     mine.sort(key=lambda i: -rules.loads[i].cost / loaders[i])
     told = []
     for i in mine[:NAMED]:
-        load, n = rules.loads[i], sum(p.source == i and h == host for p, h in zip(layout.parts, layout.host, strict=True))
+        load, n = rules.loads[i], sum(p.source == i for p in parts)
         what = load.name
         if loaders[i] > 1:
             why = "as asked" if load.name in rules.named else f"{load.cost / (rules.total or 1.0):.0%} of the work"
@@ -255,10 +273,7 @@ def load_of(
 
     Windows take one slice of each chunk of a group, and loaders own whole chunks: more loaders than a group has chunks would wait.
     """
-    held = max(index.nbytes, int(index.chunks.nbytes.clip(0).sum()))
-    if any(f.path.endswith((".gz", ".zst")) for f in index.files):
-        held = 3 * index.nbytes
-    row_bytes = held / index.rows if index.rows and held else ROW_BYTES
+    held, row_bytes = _held(index)
     kinds = [t.kind for t in pipeline.transforms]
     seconds = row_bytes * (READ_S if index.format in ("parquet", "arrow") else PARSE_S)
     seconds += row_bytes * TOKENIZE_S * kinds.count("tokenize") + CODE_S * sum(t.user_code for t in pipeline.transforms)
@@ -268,3 +283,16 @@ def load_of(
         name=source.name, share=share, cost=share * seconds, memory=int(HANDLES + min(2 * window, held or 2 * window)),
         max_loaders=max(1, open_chunks),
     )  # fmt: skip
+
+
+def _held(index: Index) -> tuple[int, float]:
+    """Bytes of a source in memory, and of a row of it."""
+    held = max(index.nbytes, int(index.chunks.nbytes.clip(0).sum()))
+    if any(f.path.endswith((".gz", ".zst")) for f in index.files):
+        held = 3 * index.nbytes
+    return held, held / index.rows if index.rows and held else ROW_BYTES
+
+
+def row_tokens(index: Index) -> float:
+    """Tokens of a row, where nobody has looked: four bytes each, of text and of ids alike."""
+    return max(1.0, _held(index)[1] / 4)

@@ -12,6 +12,7 @@ from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.engines import RUNTIMES, keep, sized
 from overlord.runtime.left import left_behind
 from overlord.runtime.options import Options
+from overlord.runtime.partitioning import profiled
 from overlord.runtime.session import Session
 
 
@@ -30,7 +31,8 @@ def launch(
     "heavy" or "all".
     Of the Ray runtime, which has all of these too: address="host:port" of a cluster's head (None: a cluster of this machine, for this job),
     rank_nodes=["gpu-0", ...] by rank, sidecar=0.5 (of those nodes' idle cores, for loaders).
-    Others are still to come: partition, autoscale.
+    Of scaling: partition="auto" (loaders by what sources cost; "off": by what their index says).
+    Others are still to come: autoscale.
     """
     if not isinstance(job, Job):
         raise JobError([f"wanted a Job, found {type(job).__name__}"], "launch")
@@ -61,7 +63,8 @@ def _launched(job: Job, runtime: str, resume: Mapping[str, Any] | str | None, al
         from overlord.runtime.resuming import launch_with_journal
 
         return launch_with_journal(job, runtime, resume, allow, given)
-    blueprint = Blueprint(job, given, left_behind(resume, job.shuffle_chunks) if isinstance(resume, Mapping) else None)
+    left = left_behind(resume, job.shuffle_chunks) if isinstance(resume, Mapping) else None
+    blueprint = profiled(Blueprint(job, given, left), runtime)
     if resume is None:
         return Session(job, blueprint, None, runtime)
     assert isinstance(resume, Mapping)

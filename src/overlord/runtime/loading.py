@@ -286,6 +286,7 @@ class Loading:
             {"loader": number, "source": h.reader.order.name, "doing": h.doing, "ready": h.loader.ready,
              "ready_bytes": h.shelf.nbytes, "kept_bytes": h.shelf.kept_bytes, "shadow": h.shadow,
              "read_s": h.reader.stats.read_s, "transform_s": h.reader.stats.transform_s,
+             "samples": h.reader.stats.samples, "tokens": h.reader.stats.tokens,
              "store": getattr(h.reader.chunks, "store_metrics", None),
              "storage": getattr(h.reader.chunks, "storage_metrics", None), "images": h.reader.stats.images,
              "worker": isinstance(h.reader.stages, TransformWorker), "worker_pid": getattr(h.reader.stages, "pid", None)}

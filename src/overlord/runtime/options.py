@@ -20,6 +20,7 @@ from overlord.runtime import later
 _HOST_PORT = re.compile(r".+:[0-9]{1,5}")
 CORES_PER_CONSTRUCTOR = 16  # one builds a hundred million tokens a second; with several, loaders must sort payload by host
 SHADOWS = ("none", "heavy", "all")
+PARTITION = ("auto", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,8 @@ class Options:
     address: str | None = None  # of a Ray cluster's head, host:port; None: one of this machine, that ends with the job
     rank_nodes: Sequence[str] | None = None  # of the cluster, by rank: name, address or id; constructors and loaders go there first
     sidecar: float = 0.5  # of the idle cores of those nodes, for loaders; beyond it they go to nodes without ranks
-    partition: str | None = None  # from here on: values other than these are still to come
-    autoscale: bool = False
+    partition: str | None = "auto"  # loaders by what sources cost, as measured; "off" or None: by what their index says
+    autoscale: bool = False  # another value is still to come
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Options:
@@ -84,6 +85,9 @@ class Options:
             found.append(f"sidecar: wanted a share from 0 to 1, found {self.sidecar!r}")
         if (given := self.rank_nodes) is not None and (isinstance(given, str) or not all(isinstance(n, str) for n in given)):
             found.append(f"rank_nodes: wanted names of nodes by rank, as in ['gpu-0', 'gpu-0', 'gpu-1'], found {given!r:.200}")
+        if self.partition is not None and self.partition not in PARTITION:
+            known = did_you_mean(self.partition, PARTITION) if isinstance(self.partition, str) else f"; there are {', '.join(PARTITION)}"
+            found.append(f"partition: wanted how loaders are given to sources, found {self.partition!r}{known}")
         found += self._constructor_problems(job) + self._failover_problems(job)
         if self.cache_dir is not None and not isinstance(self.cache_dir, (str, Path)):
             found.append(f"cache_dir: wanted a directory, found {self.cache_dir!r}")

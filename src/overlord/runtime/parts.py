@@ -21,10 +21,11 @@ from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.control import Control, Handle
 from overlord.runtime.front import Hands
 from overlord.runtime.machine import Machine
+from overlord.runtime.partitioning import hosting_of
 from overlord.runtime.peers import fault_of
 from overlord.runtime.plankit import PlannerKit
 from overlord.runtime.planneractor import WRITTEN, PlannerActor
-from overlord.runtime.starting import Recipes, hosting_of, n_constructors, read_ahead_of, settings_of
+from overlord.runtime.starting import Recipes, n_constructors, read_ahead_of, settings_of
 from overlord.runtime.stopped import Starts
 
 log = logging.getLogger("overlord")

@@ -14,8 +14,8 @@ from overlord.planner.spec import SourceSpec
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.hosting import Hosting, SourceLoad
 from overlord.runtime.machine import Machine
+from overlord.runtime.partitioning import loads_of
 from overlord.runtime.sendable import sendable
-from overlord.runtime.starting import loads_of
 
 
 class PlannerBlueprint(Blueprint):

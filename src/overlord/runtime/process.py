@@ -46,9 +46,10 @@ from overlord.runtime.inside import InsideBox
 from overlord.runtime.local import Pump
 from overlord.runtime.machine import Machine
 from overlord.runtime.moving import Joining
+from overlord.runtime.partitioning import hosting_of
 from overlord.runtime.recovering import START_S
 from overlord.runtime.sendable import sendable
-from overlord.runtime.starting import Recipes, Starter, hosting_of, n_constructors, read_ahead_of, settings_of
+from overlord.runtime.starting import Recipes, Starter, n_constructors, read_ahead_of, settings_of
 
 log = logging.getLogger("overlord")
 

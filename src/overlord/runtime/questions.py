@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from overlord.errors import PlanError
+from overlord.errors import JobError, PlanError
 from overlord.job import Job
 from overlord.observe.metrics import actors, added_up, job_metrics, loader_name
 from overlord.plan import LoadingPlan
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from overlord.runtime.bootstrap import Blueprint
     from overlord.runtime.engines import Engine
     from overlord.runtime.local import Pump
+    from overlord.runtime.profiles import Refresher
     from overlord.sample import SampleId
+    from overlord.scaling.profile import JobProfile
 
 
 class Questions:
@@ -36,6 +38,7 @@ class Questions:
     _start_state: StreamState
     _started: float
     _refused: int
+    _refresher: Refresher | None
     _lost: dict[str, SourceLost]  # sources whose storage was given up, and that left
 
     def plan(self, step: int) -> LoadingPlan:
@@ -92,6 +95,16 @@ class Questions:
              "path": indexes[q.source].files[q.file].path if q.file < len(indexes[q.source].files) else "", "reason": q.reason}
             for q in rows
         ]  # fmt: skip
+
+    def profile(self) -> JobProfile:
+        """What sources cost, with what loaders measured up to now; it is kept for the next launch."""
+        if self._refresher is None:
+            raise JobError(["profiles are refreshed with partition='auto' only"], "profile")
+        return self._refresher.refresh()
+
+    def _figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = self._pump.ask(lambda: self._host.figures(), "the pump")
+        return figures
 
     def metrics(self) -> dict[str, Any]:
         """A dict of what is going on: steps, mix wanted and realised, memory, time spent reading and transforming."""

@@ -15,6 +15,7 @@ from overlord.runtime.bootstrap import Blueprint, batch_in_words, exported
 from overlord.runtime.journalling import Journal
 from overlord.runtime.left import left_behind
 from overlord.runtime.options import Options
+from overlord.runtime.partitioning import profiled
 from overlord.runtime.session import Session
 from overlord.runtime.written import Beginning, Resumed
 from overlord.sources.index import Left
@@ -35,7 +36,9 @@ def launch_with_journal(
         journal, found = Journal.resumed(job.journal, job.name, allow)
     try:
         begin = _by_state(resume) if isinstance(resume, Mapping) else _by_journal
-        blueprint, state, beginning = begin(Blueprint(job, options, _left(job, resume, found)), journal, found, tuple(allow))
+        blueprint, state, beginning = begin(
+            profiled(Blueprint(job, options, _left(job, resume, found)), runtime), journal, found, tuple(allow)
+        )
     except BaseException:
         journal.close()
         raise

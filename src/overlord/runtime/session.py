@@ -25,6 +25,7 @@ from overlord.runtime.delivery import MOVED
 from overlord.runtime.engines import Engine, keep, make_engine, why_not
 from overlord.runtime.inside import InsideBox
 from overlord.runtime.local import Pump
+from overlord.runtime.profiles import Refresher
 from overlord.runtime.questions import Questions
 from overlord.runtime.resharding import Resharding, not_in_the_mesh
 from overlord.runtime.serves import ServingMethods
@@ -78,6 +79,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             getattr(self, "_let_go", lambda: None)()
             raise
         self._pump.start(self._broke)
+        self._refresher = Refresher(blueprint, self._figures) if blueprint.options.partition == "auto" else None
+        if self._refresher is not None:
+            self._refresher.start()
 
     def client(self, rank: int = 0) -> Client:
         """The client of one rank. Open the clients of all ranks of this process before iterating the first."""
@@ -304,6 +308,8 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         if self._closed:
             return
         self._closed = True
+        if self._refresher is not None:
+            self._refresher.close()
         self._pump.stop()
         self._close_parts()
 

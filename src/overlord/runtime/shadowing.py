@@ -12,7 +12,7 @@ from overlord.messages import Opening
 from overlord.recovery.shadow import Shadows
 from overlord.runtime.asked import Asked
 from overlord.runtime.bootstrap import Blueprint
-from overlord.runtime.starting import loads_of
+from overlord.runtime.partitioning import loads_of
 
 log = logging.getLogger("overlord")
 

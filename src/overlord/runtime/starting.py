@@ -17,7 +17,7 @@ from overlord.runtime.bootstrap import READ_AHEAD, Blueprint, SourceKit
 from overlord.runtime.constructorhost import ConstructorHost
 from overlord.runtime.control import Control, Handle
 from overlord.runtime.hostactor import Settings
-from overlord.runtime.hosting import Hosting, SourceLoad, load_of, plan_hosts
+from overlord.runtime.hosting import Hosting
 from overlord.runtime.loaderhost import LoaderHost
 from overlord.runtime.machine import Machine
 from overlord.runtime.options import CORES_PER_CONSTRUCTOR, n_cores, ring_bytes
@@ -25,30 +25,6 @@ from overlord.runtime.placing import Layout, Node, choose
 from overlord.runtime.sendable import sendable
 
 SIDE_BY_SIDE = 8  # steps, where several hosts read: they are not equally fast at every step
-
-
-def loads_of(blueprint: Blueprint) -> list[SourceLoad]:
-    """What reading each source takes, from what its index says; a blueprint without indexes has been told."""
-    if (known := getattr(blueprint, "loads", None)) is not None:
-        return list(known)
-    job = blueprint.job
-    weights = [float(s.weight) for s in job.sources]
-    if isinstance(job.mixture, Mapping):
-        weights = [float(job.mixture.get(s.name, 0.0)) for s in job.sources]
-    total = sum(weights) or 1.0
-    return [
-        load_of(s, p, i, w / total, shuffle_chunks=job.shuffle_chunks, slice_rows=job.slice_rows)
-        for s, p, i, w in zip(job.sources, blueprint.pipelines, blueprint.indexes, weights, strict=True)
-    ]
-
-
-def hosting_of(blueprint: Blueprint) -> Hosting:
-    """Loaders and loader hosts of a job."""
-    job, options = blueprint.job, blueprint.options
-    return plan_hosts(
-        loads_of(blueprint), cores=options.hosts or n_cores(), sources_per_host=options.sources_per_host, loaders=options.loaders,
-        together=bool(of_kind(job.hooks, LOADER)),
-    )  # fmt: skip
 
 
 def n_constructors(blueprint: Blueprint) -> int:
@@ -65,8 +41,9 @@ def read_ahead_of(hosting: Hosting) -> int:
 def settings_of(blueprint: Blueprint, hosting: Hosting, token: str, generation: int, machine: Machine | None = None) -> Settings:
     """What all hosts are told when they are started."""
     options = blueprint.options
+    threads = hosting.threads if hosting.threads and options.workers is None else (options.workers or n_cores()) // hosting.n_hosts
     return Settings(
-        name=blueprint.job.name, token=token, generation=generation, workers=max(1, (options.workers or n_cores()) // hosting.n_hosts),
+        name=blueprint.job.name, token=token, generation=generation, workers=max(1, threads),
         open_files=max(1, options.open_files // hosting.n_hosts), open_bytes=max(1, options.open_bytes // hosting.n_hosts),
         ring_bytes=ring_bytes(options), check=options.check, build_ahead=options.build_ahead or BUILD_AHEAD, broadcast=options.broadcast,
         failover=options.failover and options.constructors, narrow=not of_kind(blueprint.job.hooks, CONSTRUCTOR),

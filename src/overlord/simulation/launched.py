@@ -19,10 +19,11 @@ from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.constructorhost import ConstructorHost
 from overlord.runtime.control import Handle
 from overlord.runtime.journalling import Journal
+from overlord.runtime.partitioning import hosting_of
 from overlord.runtime.plankit import PlannerBlueprint, PlannerKit
 from overlord.runtime.plannerhost import PlannerHost
 from overlord.runtime.process import ProcessHost
-from overlord.runtime.starting import Recipes, hosting_of, n_constructors, read_ahead_of, settings_of
+from overlord.runtime.starting import Recipes, n_constructors, read_ahead_of, settings_of
 from overlord.runtime.written import Beginning
 from overlord.simulation.control import Family, SimControl
 from overlord.simulation.disk import SimDisk, SimWriter

@@ -10,7 +10,7 @@ Two ways to read a row group, chosen by its size alone so that every machine rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -190,6 +190,12 @@ def _footer(files: Files, file: File) -> Any:
         handle.close()
     _FOOTERS.put(file, footer, footer.serialized_size)
     return footer
+
+
+def forget_footers(files: Iterable[File]) -> None:
+    """Let go of the footers of these files: whoever measures what they take wants them read again."""
+    mine = set(files)
+    _FOOTERS.clear(mine.__contains__)
 
 
 def _column_ids(footer: Any, options: ReadOptions) -> list[int] | None:

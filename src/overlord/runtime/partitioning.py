@@ -1,0 +1,169 @@
+"""From a job made ready to its partition: the one place that says how many loaders a source has and which host they live in."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from overlord.hooks import LOADER, of_kind
+from overlord.planner.schedulebase import Base
+from overlord.runtime.bootstrap import READ_AHEAD, Blueprint
+from overlord.runtime.hosting import Hosting, SourceLoad, load_of, plan_hosts, row_tokens
+from overlord.runtime.options import Options, n_cores, n_workers
+from overlord.runtime.profiles import known, path_of, quick, save
+from overlord.scaling.partition import Limits, Partition, Resources, partition
+from overlord.scaling.profile import SourceProfile
+
+log = logging.getLogger("overlord")
+
+# What is beside loading, on one core: a constructor builds a hundred million tokens a second, a planner places some millions of
+# samples, and a sample costs about this to be handed over where nobody has measured it.
+BUILD_S, PLAN_S, TRANSFER_S = 1e-8, 2e-7, 1e-6
+WORTH_S = 0.005  # of work in a step: below it, threads of one process gain nothing by a second loader (see INLINE_S)
+MEMORY = 0.8  # of the machine's, for loader hosts: what is predicted to need more gets fewer of them
+
+
+def weights_of(blueprint: Blueprint) -> list[float]:
+    """The mixture as it begins. Schedules of this package are asked for step 0; of others only the sources' weights are known."""
+    job = blueprint.job
+    said: Any = job.mixture
+    if isinstance(said, Base) and callable(said):
+        said = copy.deepcopy(said)(0, {})
+    if isinstance(said, Mapping):
+        return [float(said.get(s.name, 0.0)) for s in job.sources]
+    return [float(s.weight) for s in job.sources]
+
+
+def loads_of(blueprint: Blueprint) -> list[SourceLoad]:
+    """What reading each source takes for every sample that the mixture draws: as measured, else as its index says. A blueprint
+    without indexes has been told."""
+    if (told := getattr(blueprint, "loads", None)) is not None:
+        return list(told)
+    job, shares, found = blueprint.job, shares_of(blueprint), list[SourceLoad]()
+    how = {"shuffle_chunks": job.shuffle_chunks, "slice_rows": job.slice_rows}
+    guesses = [load_of(s, p, i, 1.0, **how) for s, p, i in zip(job.sources, blueprint.pipelines, blueprint.indexes, strict=True)]
+    off = _off(blueprint, guesses)
+    for i, (guess, share) in enumerate(zip(guesses, shares, strict=True)):
+        p = _profile(blueprint, i)
+        seconds = p.sample_s if p is not None else guess.cost * off.get(_kind(blueprint, i), 1.0)
+        load = replace(guess, share=share, cost=share * seconds)
+        found.append(load if p is None else replace(load, memory=p.memory or load.memory, state=p.file_bytes))
+    return found
+
+
+def _off(blueprint: Blueprint, guesses: Sequence[SourceLoad]) -> dict[tuple[str, ...], float]:
+    """How far guesses are off, by kind of source: a measured one beside a guessed one of its kind must not look dearer than it is."""
+    ratios: dict[tuple[str, ...], list[float]] = {}
+    for i, guess in enumerate(guesses):
+        if (p := _profile(blueprint, i)) is not None and guess.cost and p.sample_s:
+            ratios.setdefault(_kind(blueprint, i), []).append(p.sample_s / guess.cost)
+    return {kind: median(found) for kind, found in ratios.items()}
+
+
+def _kind(blueprint: Blueprint, i: int) -> tuple[str, ...]:
+    return tuple(t.kind for t in blueprint.pipelines[i].transforms)
+
+
+def shares_of(blueprint: Blueprint) -> list[float]:
+    """Of the samples that are drawn. Where a batch counts tokens, sources of long samples are drawn from less often."""
+    weights = weights_of(blueprint)
+    if blueprint.job.batch.tokens is not None:
+        weights = [w / max(1.0, t) for w, t in zip(weights, tokens_of(blueprint), strict=True)]
+    total = sum(weights) or 1.0
+    return [w / total for w in weights]
+
+
+def tokens_of(blueprint: Blueprint) -> list[float]:
+    """Tokens of a sample by source: as measured, else a guess."""
+    found = []
+    for i, index in enumerate(blueprint.indexes):
+        p = _profile(blueprint, i)
+        guess = min(float(blueprint.job.batch.context), row_tokens(index))
+        found.append(p.tokens if p is not None and p.tokens else guess)
+    return found
+
+
+def _profile(blueprint: Blueprint, i: int) -> SourceProfile | None:
+    return None if blueprint.profile is None else blueprint.profile.sources.get(blueprint.job.names[i])
+
+
+def sample_tokens(blueprint: Blueprint) -> float:
+    """Tokens of a drawn sample, on average."""
+    return sum(s * t for s, t in zip(shares_of(blueprint), tokens_of(blueprint), strict=True))
+
+
+def batch_samples(blueprint: Blueprint) -> int:
+    """Samples of a step."""
+    batch = blueprint.job.batch
+    return batch.samples if batch.samples is not None else max(1, round((batch.tokens or 1) / max(1.0, sample_tokens(blueprint))))
+
+
+def beside_s(blueprint: Blueprint) -> float:
+    """Seconds of constructors, planner and hand-over for every drawn sample."""
+    moved = 0.0
+    for i, share in enumerate(shares_of(blueprint)):
+        p = _profile(blueprint, i)
+        moved += share * (p.transfer_s if p is not None and p.transfer_s else TRANSFER_S)
+    return moved + PLAN_S + BUILD_S * sample_tokens(blueprint)
+
+
+def partition_of(
+    blueprint: Blueprint, *, cores: int | None = None, memory_bytes: int | None = None, per_source: int | None = None,
+    per_actor: int | None = None, worth_s: float = 0.0,
+) -> Partition:  # fmt: skip
+    """A job's partition; ``hosts=`` of its launch says how many cores are for loading alone."""
+    options, job = blueprint.options, blueprint.job
+    alone = cores is None and options.hosts is not None
+    return partition(
+        loads_of(blueprint),
+        Resources(cores=cores or options.hosts or n_cores(), memory_bytes=memory_bytes, beside_s=0.0 if alone else beside_s(blueprint)),
+        Limits(
+            batch=batch_samples(blueprint), per_source=per_source, per_actor=per_actor, loaders=dict(options.loaders or {}),
+            sources_per_host=options.sources_per_host, together=bool(of_kind(job.hooks, LOADER)), worth_s=worth_s,
+        ),
+    )  # fmt: skip
+
+
+def hosting_of(blueprint: Blueprint) -> Hosting:
+    """Loaders and loader hosts of a job."""
+    job, options = blueprint.job, blueprint.options
+    if options.partition != "auto":
+        return plan_hosts(
+            loads_of(blueprint), cores=options.hosts or n_cores(), sources_per_host=options.sources_per_host, loaders=options.loaders,
+            together=bool(of_kind(job.hooks, LOADER)),
+        )  # fmt: skip
+    made = partition_of(blueprint, memory_bytes=None if options.address is not None else _memory())
+    if not made.fits:
+        log.warning("job %r: %s; it runs with the fewest hosts", job.name, made.shortfall(0.0))
+    return made.hosting
+
+
+def _memory() -> int:
+    return int(MEMORY * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def profiled(blueprint: Blueprint, runtime: str) -> Blueprint:
+    """A job made ready, with what is known of its sources; in one process, where hosts do not matter, with its loaders."""
+    if blueprint.options.partition != "auto":
+        return blueprint
+    blueprint.profile = known(blueprint)
+    loads = loads_of(blueprint)
+    if _matters(loads, batch_samples(blueprint), blueprint.options):
+        found = quick(blueprint, loads, blueprint.profile)
+        if found != blueprint.profile:
+            save(path_of(blueprint.given, blueprint.options.cache_dir), found)
+        blueprint.profile = found
+    if runtime != "local":
+        return blueprint
+    loaders = partition_of(blueprint, cores=n_workers(blueprint.options), worth_s=WORTH_S).hosting.loaders
+    return blueprint if set(loaders) == {1} else blueprint.with_loaders(loaders, READ_AHEAD)
+
+
+def _matters(loads: Sequence[SourceLoad], samples: int, options: Options) -> bool:
+    """Whether it is worth a look how dear sources are: not where a step is nothing, or one core does it all."""
+    return (options.hosts or n_cores()) > 1 and samples * sum(load.cost for load in loads) >= WORTH_S

@@ -1,0 +1,321 @@
+"""Offline auto-partitioning: loaders for every source, and the host of each, from what sources cost and what there is to run them on.
+
+The Overlord paper (arXiv 2504.09844), section 5.1: sources are sorted by cost and clustered, clusters get resource levels by the ratio of
+their means, what constructors and planner leave is divided by the workers of all levels into blocks, and limits by source, by actor and
+of memory are kept. Its words and ours: a *worker* is a logical loader, which does one thing at a time on one core; an *actor* of a
+source is a host that has loaders of it; several loaders on a host are its worker parallelism, several hosts its data parallelism,
+and sources spread over hosts source parallelism. Decision record 0019 says where this differs from the paper.
+
+Every configuration that fewer cores would allow is looked at too, and the best predicted rate wins: so more resources never do worse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from overlord.runtime.hosting import Hosting, SourceLoad, plan_hosts
+from overlord.scaling.levels import CLUSTER, Cluster, clusters_of, total_workers
+
+HOST_BYTES = 28 * 2**20  # of a host before it reads anything
+EVERY, BY_EIGHT = 64, 512  # numbers of cores that are tried one by one, and by eight; by 64 beyond
+THREADS = 8  # of a host that are busy at a time: beyond, its interpreter lock is what they wait for
+SECOND = 0.9  # of a core that a host's second thread is worth, and each after it: they share a lock, and processes do not
+CLOSE = 1e-9  # rates that differ by less are equal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a partition must keep. ``batch`` and ``per_source`` bound the loaders of a source (the paper's w_src), ``per_actor`` those of
+    one source on one host (w_actor). Numbers that the user gave in ``loaders`` are kept as they are."""
+
+    batch: int | None = None  # samples of a step: more loaders would have none to read
+    per_source: int | None = None
+    per_actor: int | None = None
+    loaders: Mapping[str, int] = field(default_factory=dict)
+    sources_per_host: int | None = None
+    together: bool = False
+    cluster: int = CLUSTER
+    worth_s: float = 0.0  # a source that costs less by step is not split
+
+    def __post_init__(self) -> None:
+        numbers = {n: getattr(self, n) for n in ("batch", "per_source", "per_actor", "sources_per_host", "cluster")}
+        if wrong := [f"{n}: wanted at least 1, found {v}" for n, v in numbers.items() if v is not None and v < 1]:
+            raise ValueError("; ".join(wrong))
+
+    def most(self, load: SourceLoad) -> int:
+        """Loaders that a source may have."""
+        if self.sources_per_host == 1 or load.cost * (self.batch or 1) < self.worth_s:
+            return 1
+        here = self.per_actor if self.together else None
+        return max(1, min(n for n in (load.max_loaders, self.batch, self.per_source, here) if n is not None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What there is: cores for loading, constructors and planner together, and memory for loader hosts; None: enough."""
+
+    cores: int
+    memory_bytes: int | None = None
+    beside_s: float = 0.0  # seconds of constructors, planner and hand-over for every drawn sample
+
+    def __post_init__(self) -> None:
+        if self.cores < 1 or (self.memory_bytes is not None and self.memory_bytes < 1) or not 0 <= self.beside_s < math.inf:
+            raise ValueError(f"wanted at least 1 core and 1 byte, and beside_s of at least 0, found {self}")
+
+    def for_loading(self, work_s: float) -> int:
+        """Cores that are left to loaders when constructors and planner keep up with them."""
+        return max(1, round(self.cores * work_s / (work_s + self.beside_s))) if work_s else self.cores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one source gets, and why."""
+
+    source: str
+    cluster: int
+    level: float
+    cores: float  # its worker resource blocks
+    loaders: int
+    actors: int
+    work: float  # of all work
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """A configuration with what it is predicted to give. ``rate``: drawn samples a second; 0 where it does not fit into memory."""
+
+    hosting: Hosting
+    shares: tuple[Share, ...]  # in the order of the sources
+    clusters: tuple[Cluster, ...]
+    resources: Resources
+    loading_cores: int
+    block: float  # cores of a worker of level 1
+    rate: float
+    sample_s: float  # of one core, for every drawn sample: loading, and what is beside it
+    memory: int
+    bound: str  # what keeps the rate from being higher
+
+    @property
+    def fits(self) -> bool:
+        return self.resources.memory_bytes is None or self.memory <= self.resources.memory_bytes
+
+    def tokens_per_s(self, tokens: float) -> float:
+        """The rate where a drawn sample has so many tokens."""
+        return self.rate * tokens
+
+    def shortfall(self, demand: float) -> str:
+        """By how much a demand of samples a second cannot be met, and what would be needed, in words; empty: it is met."""
+        if not self.fits:
+            assert self.resources.memory_bytes is not None
+            short = self.memory - self.resources.memory_bytes
+            return f"memory: {self.memory / 2**20:,.0f} MB are needed at least, {short / 2**20:,.0f} MB more than there are"
+        if demand <= self.rate * (1 + CLOSE):
+            return ""
+        cores = math.ceil(demand * self.sample_s - CLOSE)
+        more = f"{cores} cores in all" if cores > self.resources.cores else "not more cores"
+        return f"{1 - self.rate / demand:.1%} of the demand are not met; it takes {more}, and what holds it back is {self.bound}"
+
+
+def partition(loads: Sequence[SourceLoad], resources: Resources, limits: Limits | None = None) -> Partition:
+    """Loaders and hosts for these sources. ``cost`` of a load is in seconds of one core for every sample that the mixture draws.
+    The order of the sources does not matter: they are placed in the order of their names."""
+    if not loads:
+        raise ValueError("sources: wanted at least 1, found none")
+    limits = limits or Limits()
+    order = sorted(range(len(loads)), key=lambda i: loads[i].name)
+    made = _Search([loads[i] for i in order], resources, limits).best()
+    return _in_order(made, order)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """One configuration and what it is good for. ``cores``: for which the levels were cut."""
+
+    hosting: Hosting
+    cores: int
+    seconds: float  # by drawn sample, of the slowest part
+    memory: int
+
+    @property
+    def small(self) -> tuple[int, int, int]:
+        return sum(self.hosting.loaders), self.hosting.n_hosts, self.memory
+
+
+class _Search:
+    """All configurations for up to so many cores, the largest first, until none that is left can be better."""
+
+    def __init__(self, loads: Sequence[SourceLoad], resources: Resources, limits: Limits):
+        self.loads, self.resources, self.limits = loads, resources, limits
+        self.work = math.fsum(load.cost for load in loads)
+        self.cores = resources.for_loading(self.work)
+        self.clusters = clusters_of([load.cost for load in loads], [load.name for load in loads], limits.cluster)
+        self.level = {i: c for c in self.clusters for i in c.sources}
+        self.workers = total_workers(self.clusters)
+
+    def best(self) -> Partition:
+        best: _Tried | None = None
+        seen: set[tuple[tuple[int, ...], int]] = set()
+        for cores in _tried_cores(self.cores):
+            if best is not None and self._fits(best) and self._least(cores) >= best.seconds * (1 - CLOSE):
+                break
+            for counts in self._counts(cores):
+                hosting = self._placed(counts, cores)
+                if (counts, hosting.n_hosts) not in seen and self._allowed(hosting):
+                    seen.add((counts, hosting.n_hosts))
+                    best = self._better(best, self._judged(hosting, cores))
+        assert best is not None, "one core and one loader a source are always allowed"
+        return self._told(self._trimmed(best))
+
+    def _placed(self, counts: Sequence[int], cores: int) -> Hosting:
+        return plan_hosts(
+            self.loads, cores=cores, sources_per_host=self.limits.sources_per_host, loaders=self.limits.loaders,
+            together=self.limits.together, counts=counts,
+        )  # fmt: skip
+
+    def _trimmed(self, best: _Tried) -> _Tried:
+        """The same rate with fewer loaders, where one source holds up all and the others need not be ready before it."""
+        if not best.seconds:
+            return best
+        counts = [
+            n if load.name in self.limits.loaders else min(n, max(1, math.ceil(load.cost / best.seconds - CLOSE)))
+            for load, n in zip(self.loads, best.hosting.loaders, strict=True)
+        ]
+        hosting = self._placed(counts, best.cores)
+        new = self._judged(hosting, best.cores)
+        as_good = new.seconds <= best.seconds * (1 + CLOSE) and self._fits(new) >= self._fits(best) and new.small < best.small
+        return new if as_good and self._allowed(hosting) else best
+
+    def _counts(self, cores: int) -> Iterator[tuple[int, ...]]:
+        """Loaders of every source, by its cluster's level, and by its own share: the mean may hide a source that holds up all."""
+        for wanted in (self._by_level, self._by_share):
+            yield tuple(
+                self.limits.loaders.get(load.name, min(self.limits.most(load), max(1, math.ceil(wanted(i, cores) - CLOSE))))
+                for i, load in enumerate(self.loads)
+            )
+
+    def _by_level(self, i: int, cores: int) -> float:
+        """Worker resource blocks of a source, in cores: its level times what the workers of all levels leave for each."""
+        return self.level[i].level * cores / self.workers if self.workers else 0.0
+
+    def _by_share(self, i: int, cores: int) -> float:
+        return self.loads[i].cost * cores / self.work if self.work else 0.0
+
+    def _least(self, cores: int) -> float:
+        """No configuration for so many cores, or fewer, takes less by sample."""
+        every = [max(counts) for counts in zip(*self._counts(cores), strict=True)]
+        slowest = max(load.cost / n for load, n in zip(self.loads, every, strict=True))
+        return max((self.work + self.resources.beside_s) / self.resources.cores, slowest)
+
+    def _allowed(self, hosting: Hosting) -> bool:
+        most = self.limits.per_actor
+        if most is None:
+            return True
+        return all(n <= most for load, on in zip(self.loads, _on_hosts(hosting), strict=True) if load.name not in self.limits.loaders
+                   for n in on.values())  # fmt: skip
+
+    def _judged(self, hosting: Hosting, cores: int) -> _Tried:
+        threads = -(-self.cores // hosting.n_hosts)
+        memory = hosting.n_hosts * HOST_BYTES + sum(load.memory for load in self.loads)
+        memory += sum(load.state * (len(on) - 1) for load, on in zip(self.loads, _on_hosts(hosting), strict=True))
+        return _Tried(replace(hosting, threads=threads), cores, max(self._parts(hosting, threads).values()), memory)
+
+    def _parts(self, hosting: Hosting, threads: int) -> dict[str, float]:
+        """Seconds by drawn sample of what may be the slowest: all cores together, a host, a loader."""
+        slowest = max(range(len(self.loads)), key=lambda i: (self.loads[i].cost / hosting.loaders[i], self.loads[i].name))
+        load, n, worth = self.loads[slowest], hosting.loaders[slowest], 1 + SECOND * (min(threads, THREADS) - 1)
+        on = f"{threads} thread{'s' * (threads != 1)}"
+        return {
+            f"the {self.resources.cores} cores, which are all busy": (self.work + self.resources.beside_s) / self.resources.cores,
+            f"source {load.name!r}, which has {self._why(load, n)}": load.cost / n,
+            f"a host that does {hosting.slowest:.0%} of the work on {on}": hosting.slowest * self.work / worth,
+        }
+
+    def _why(self, load: SourceLoad, n: int, else_: str = "its share of the cores") -> str:
+        """Why a source has no more loaders."""
+        limits = self.limits
+        if load.name in limits.loaders:
+            return f"{n} as loaders= says"
+        known = {
+            "its open chunks allow (shuffle_chunks)": load.max_loaders, "a batch has samples": limits.batch,
+            "per_source allows": limits.per_source, "sources_per_host=1 allows": 1 if limits.sources_per_host == 1 else None,
+        }  # fmt: skip
+        by = next((words for words, most in known.items() if most is not None and n >= most), "")
+        return f"{n} loader{'s' * (n != 1)}" + (f", as many as {by}" if by else f", {else_}")
+
+    def _fits(self, tried: _Tried) -> bool:
+        return self.resources.memory_bytes is None or tried.memory <= self.resources.memory_bytes
+
+    def _better(self, best: _Tried | None, new: _Tried) -> _Tried:
+        """What fits before what does not, then the faster; of what does not fit, the one that needs least."""
+        if best is None or self._fits(new) > self._fits(best):
+            return new
+        if self._fits(best) > self._fits(new):
+            return best
+        if not self._fits(new):
+            return min(best, new, key=lambda t: (t.memory, t.seconds))
+        if abs(new.seconds - best.seconds) > CLOSE * best.seconds:
+            return min(best, new, key=lambda t: t.seconds)
+        # Of equal ones for as many cores the smaller; but processes are not saved for their own sake: threads of one share a lock.
+        return min(best, new, key=lambda t: (-t.cores, t.small))
+
+    def _told(self, best: _Tried) -> Partition:
+        hosting, fits = best.hosting, self._fits(best)
+        parts = self._parts(hosting, hosting.threads)
+        on = _on_hosts(hosting)
+        return Partition(
+            hosting=hosting, shares=tuple(self._share(i, best, len(on[i])) for i in range(len(self.loads))), clusters=self.clusters,
+            resources=self.resources, loading_cores=self.cores, block=best.cores / self.workers if self.workers else 0.0,
+            rate=1 / best.seconds if best.seconds and fits else 0.0 if not fits else math.inf, sample_s=self.work + self.resources.beside_s,
+            memory=best.memory, bound=max(parts, key=lambda words: parts[words]) if fits else "memory",
+        )  # fmt: skip
+
+    def _share(self, i: int, best: _Tried, actors: int) -> Share:
+        load, n = self.loads[i], best.hosting.loaders[i]
+        cores, cluster = self._by_level(i, best.cores), self.clusters.index(self.level[i])
+        work = load.cost / self.work if self.work else 0.0
+        wanted = max(cores, self._by_share(i, best.cores))
+        keeps_up = n < min(self.limits.most(load), math.ceil(wanted - CLOSE))
+        why = self._why(load, n, "as many as keep up with the slowest source" if keeps_up else "its share of the cores")
+        if load.name in self.limits.loaders:
+            reason = "as loaders= says"
+        elif n == 1:
+            reason = "light: shares a host" if wanted <= 1 else why
+        else:
+            reason = f"{work:.0%} of the work is worth {wanted:.1f} cores; {why}"
+        return Share(source=load.name, cluster=cluster, level=self.level[i].level, cores=cores, loaders=n, actors=actors, work=work,
+                     reason=reason)  # fmt: skip
+
+
+def _tried_cores(most: int) -> Iterator[int]:
+    """Numbers of cores, the largest first. Those for fewer cores are among those for more, or more could do worse."""
+    for c in range(most, 0, -1):
+        if c <= EVERY or (c <= BY_EIGHT and c % 8 == 0) or c % 64 == 0:
+            yield c
+
+
+def _on_hosts(hosting: Hosting) -> list[dict[int, int]]:
+    """Of every source: its loaders by host."""
+    found, first = [], 0
+    for n in hosting.loaders:
+        mine: dict[int, int] = {}
+        for host in hosting.host_of[first : first + n]:
+            mine[host] = mine.get(host, 0) + 1
+        found.append(mine)
+        first += n
+    return found
+
+
+def _in_order(made: Partition, order: Sequence[int]) -> Partition:
+    """The same for sources in the order they were given: ``order[k]`` is where the k-th by name stands."""
+    hosting, place = made.hosting, {i: k for k, i in enumerate(order)}
+    firsts = [0]
+    for n in hosting.loaders:
+        firsts.append(firsts[-1] + n)
+    back = [place[i] for i in range(len(order))]
+    host_of = tuple(h for k in back for h in hosting.host_of[firsts[k] : firsts[k + 1]])
+    clusters = tuple(replace(c, sources=tuple(order[k] for k in c.sources)) for c in made.clusters)
+    hosting = replace(hosting, loaders=tuple(hosting.loaders[k] for k in back), host_of=host_of)
+    return replace(made, hosting=hosting, shares=tuple(made.shares[k] for k in back), clusters=clusters)

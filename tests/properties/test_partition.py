@@ -1,0 +1,239 @@
+"""Partitions: laws over random sources, resources and limits; and what people are promised about the levels."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlord.runtime.hosting import SourceLoad, plan_hosts
+from overlord.scaling.levels import clusters_of
+from overlord.scaling.partition import Limits, Partition, Resources, partition
+from tests.laws import examples
+
+MB = 2**20
+
+
+def load(name: str, cost: float = 1.0, memory: int = 3 * MB, max_loaders: int = 8, state: int = 0) -> SourceLoad:
+    return SourceLoad(name=name, share=1.0, cost=cost, memory=memory, max_loaders=max_loaders, state=state)
+
+
+Question = tuple[list[SourceLoad], Resources, Limits]
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> Question:
+    costs = st.one_of(st.sampled_from((0.0, 1.0, 1.0, 4.0, 75.0, 300.0)), st.floats(1e-6, 1000))
+    n = draw(st.integers(1, 40))
+    loads = [
+        load(f"s{i}", draw(costs), draw(st.integers(0, 50 * MB)), draw(st.integers(1, 12)), draw(st.sampled_from((0, 2 * MB))))
+        for i in range(n)
+    ]  # fmt: skip
+    some = st.sampled_from((None, None, 1, 2, 5))
+    named = {s.name: draw(st.integers(1, 6)) for s in loads if draw(st.integers(0, 9)) == 0}
+    limits = Limits(
+        batch=draw(st.sampled_from((None, 1, 3, 512))), per_source=draw(some), per_actor=draw(some),
+        loaders=draw(st.sampled_from(({}, named))),
+        sources_per_host=draw(st.sampled_from((None, None, 1, 7))), together=draw(st.booleans()), cluster=draw(st.sampled_from((1, 4, 4))),
+    )  # fmt: skip
+    memory = draw(st.sampled_from((None, None, 40 * MB, 200 * MB, 2000 * MB)))
+    beside = draw(st.sampled_from((0.0, 0.1, 50.0)))
+    return loads, Resources(cores=draw(st.integers(1, 80)), memory_bytes=memory, beside_s=beside), limits
+
+
+def on_hosts(made: Partition) -> list[Counter[int]]:
+    """Of every source: its loaders by host."""
+    hosts = iter(made.hosting.host_of)
+    return [Counter(next(hosts) for _ in range(n)) for n in made.hosting.loaders]
+
+
+def by_name(loads: list[SourceLoad], made: Partition) -> dict[str, Any]:
+    return {s.name: (share, on) for s, share, on in zip(loads, made.shares, on_hosts(made), strict=True)}
+
+
+@given(questions())
+@examples(150)
+def test_every_limit_is_kept(question: Question) -> None:
+    loads, resources, limits = question
+    made = partition(loads, resources, limits)
+    assert len(made.hosting.host_of) == sum(made.hosting.loaders)
+    assert set(made.hosting.host_of) == set(range(made.hosting.n_hosts))
+    if limits.sources_per_host is None:
+        assert made.hosting.n_hosts <= made.loading_cores <= resources.cores
+    for s, n, on, share in zip(loads, made.hosting.loaders, on_hosts(made), made.shares, strict=True):
+        assert (share.source, share.loaders, share.actors) == (s.name, n, len(on))
+        if s.name in limits.loaders:
+            assert n == limits.loaders[s.name]
+            continue
+        assert 1 <= n <= min(x for x in (s.max_loaders, limits.batch, limits.per_source) if x is not None)
+        assert limits.per_actor is None or max(on.values()) <= limits.per_actor
+        assert not limits.together or len(on) == 1
+    if made.fits:
+        assert resources.memory_bytes is None or made.memory <= resources.memory_bytes
+    else:
+        assert made.rate == 0
+        assert made.shortfall(1e-9).startswith("memory: ")
+
+
+@given(questions())
+@examples(150)
+def test_the_predicted_rate_is_what_its_parts_allow(question: Question) -> None:
+    """Nothing does more than a core by loader, the threads of a host, and all cores together."""
+    loads, resources, limits = question
+    made = partition(loads, resources, limits)
+    rate = made.rate
+    if not math.isfinite(rate):
+        assert sum(s.cost for s in loads) + resources.beside_s == 0
+        return
+    work = sum(s.cost for s in loads)
+    assert rate * (work + resources.beside_s) <= resources.cores * (1 + 1e-6)
+    hosts: Counter[int] = Counter()
+    for s, n, on in zip(loads, made.hosting.loaders, on_hosts(made), strict=True):
+        assert rate * s.cost / n <= 1 + 1e-6
+        for host, k in on.items():
+            hosts[host] += s.cost * k / n
+    assert all(rate * busy <= made.hosting.threads * (1 + 1e-6) for busy in hosts.values())
+    assert made.memory >= sum(s.memory for s in loads)
+
+
+@given(questions(), st.sampled_from(("cores", "memory", "both")), st.integers(1, 60))
+@examples(200)
+def test_more_resources_never_give_a_worse_predicted_rate(question: Question, what: str, more: int) -> None:
+    loads, little, limits = question
+    much = replace(little, cores=little.cores + more) if what != "memory" else little
+    if what != "cores" and little.memory_bytes is not None:
+        much = replace(much, memory_bytes=little.memory_bytes + more * 10 * MB)
+    before, after = partition(loads, little, limits), partition(loads, much, limits)
+    assert after.fits >= before.fits
+    assert after.rate >= before.rate * (1 - 1e-6)
+
+
+@given(questions(), st.integers(0, 2**20))
+@examples(100)
+def test_the_order_of_sources_does_not_matter(question: Question, salt: int) -> None:
+    loads, resources, limits = question
+    shuffled = random.Random(salt).sample(loads, len(loads))
+    one, other = partition(loads, resources, limits), partition(shuffled, resources, limits)
+    assert by_name(loads, one) == by_name(shuffled, other)
+    assert (one.rate, one.memory, one.bound, one.hosting.costs, one.hosting.reasons) == (
+        other.rate, other.memory, other.bound, other.hosting.costs, other.hosting.reasons,
+    )  # fmt: skip
+
+
+@given(questions())
+@examples(100)
+def test_it_is_never_worse_than_every_source_by_its_own_share(question: Question) -> None:
+    loads, resources, limits = question
+    limits, resources = Limits(batch=None, loaders=limits.loaders), replace(resources, memory_bytes=None)
+    made = partition(loads, resources, limits)
+    other = plan_hosts(loads, cores=made.loading_cores, loaders=limits.loaders)
+    work = sum(s.cost for s in loads)
+    # One thread a host, as plan_hosts counts.
+    assert made.rate * max(other.slowest * work, (work + resources.beside_s) / resources.cores) >= 1 - 1e-6 or not work
+
+
+@given(st.lists(st.one_of(st.just(0.0), st.floats(1e-9, 1e6)), min_size=1, max_size=60), st.integers(1, 6))
+@examples(100)
+def test_clusters_are_runs_of_sources_that_cost_about_the_same(costs: list[float], size: int) -> None:
+    made = clusters_of(costs, [f"s{i}" for i in range(len(costs))], size)
+    order = [i for c in made for i in c.sources]
+    assert sorted(order) == list(range(len(costs)))
+    assert [costs[i] for i in order] == sorted(costs, reverse=True)
+    for c in made:
+        assert 1 <= len(c.sources) <= size
+        assert max(costs[i] for i in c.sources) <= 2 * min(costs[i] for i in c.sources)
+    assert [c.level for c in made] == sorted((c.level for c in made), reverse=True)
+
+
+# what people are promised
+
+
+def test_levels_are_the_ratio_of_mean_costs_to_the_cheapest_cluster() -> None:
+    costs = [300.0, 1.0, 1.0, 75.0, 4.0, 4.0, 1.0, 1.0]
+    made = clusters_of(costs, [f"s{i}" for i in range(8)])
+    assert [c.sources for c in made] == [(0,), (3,), (4, 5), (1, 2, 6, 7)]
+    assert [c.level for c in made] == [300.0, 75.0, 4.0, 1.0]
+
+
+def test_blocks_are_what_constructors_and_planner_leave_divided_by_all_workers() -> None:
+    loads = [load("image", 30.0, max_loaders=64), load("code", 4.0), load("a"), load("b")]
+    made = partition(loads, Resources(cores=24, beside_s=12.0), Limits(batch=512))  # a quarter of all work is theirs
+    assert made.loading_cores == 18
+    assert made.block == 0.5
+    image, code = made.shares[:2]
+    assert (image.level, image.cores, image.loaders, image.actors) == (30.0, 15.0, 15, 15)
+    assert (code.level, code.cores, code.loaders) == (4.0, 2.0, 2)
+    assert image.reason == "83% of the work is worth 15.0 cores; 15 loaders, its share of the cores"
+    assert {s.reason for s in made.shares[2:]} == {"light: shares a host"}
+    assert made.rate == pytest.approx(24 / 48)
+
+
+def test_a_light_source_beside_a_heavy_one_in_the_listing_is_not_levelled_with_it() -> None:
+    made = partition([load("heavy", 300.0, max_loaders=64), *(load(f"l{i}") for i in range(3))], Resources(cores=32), Limits(batch=512))
+    assert [s.loaders for s in made.shares] == [31, 1, 1, 1]  # and one host for the three
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "words"),
+    [
+        (Limits(batch=512), 8, "8 loaders, as many as its open chunks allow (shuffle_chunks)"),
+        (Limits(batch=3), 3, "3 loaders, as many as a batch has samples"),
+        (Limits(batch=512, per_source=2), 2, "2 loaders, as many as per_source allows"),
+        (Limits(batch=512, loaders={"web": 5}), 5, "5 as loaders= says"),
+        (Limits(batch=512, sources_per_host=1), 1, "1 loader, as many as sources_per_host=1 allows"),
+    ],
+)  # fmt: skip
+def test_what_holds_a_job_back_is_named(limits: Limits, most: int, words: str) -> None:
+    made = partition([load("web", 1e-3)], Resources(cores=64), limits)
+    assert made.hosting.loaders == (most,)
+    assert made.bound == f"source 'web', which has {words}"
+    assert made.rate == pytest.approx(most * 1000)
+
+
+def test_a_demand_is_met_or_it_is_said_by_how_much_it_is_not() -> None:
+    made = partition([load("web", 1e-3, max_loaders=64)], Resources(cores=4), Limits(batch=512))
+    assert made.rate == pytest.approx(4000)
+    assert made.shortfall(4000) == ""
+    said = made.shortfall(16_000)
+    assert said.startswith("75.0% of the demand are not met; it takes 16 cores in all, and what holds it back is ")
+    chunks = partition([load("web", 1e-3, max_loaders=2)], Resources(cores=4), Limits(batch=512))
+    assert "it takes not more cores, and what holds it back is source 'web', which has 2 loaders, as many as its open" in chunks.shortfall(
+        3000
+    )
+
+
+def test_memory_takes_hosts_away_and_where_that_is_not_enough_it_is_said() -> None:
+    loads = [load(f"s{i}", 1.0, memory=10 * MB, max_loaders=1) for i in range(100)]
+    plenty = partition(loads, Resources(cores=4), Limits())
+    assert plenty.hosting.n_hosts == 4
+    little = partition(loads, Resources(cores=4, memory_bytes=1000 * MB + 60 * MB), Limits())
+    assert little.fits
+    assert little.hosting.n_hosts == 2
+    assert 0 < little.rate < plenty.rate
+    none = partition(loads, Resources(cores=4, memory_bytes=500 * MB), Limits())
+    assert not none.fits
+    assert none.shortfall(1.0) == "memory: 1,028 MB are needed at least, 528 MB more than there are"
+
+
+def test_a_source_that_is_not_worth_it_is_not_split() -> None:
+    assert partition([load("web", 1e-6)], Resources(cores=4), Limits(batch=100, worth_s=1e-3)).hosting.loaders == (1,)
+    assert partition([load("web", 1e-4)], Resources(cores=4), Limits(batch=100, worth_s=1e-3)).hosting.loaders == (4,)
+
+
+@pytest.mark.parametrize("wrong", [{"cores": 0}, {"cores": 1, "memory_bytes": 0}, {"cores": 1, "beside_s": math.nan}])
+def test_wrong_resources_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="wanted at least 1 core"):
+        Resources(**wrong)
+
+
+def test_wrong_limits_and_no_sources_are_refused() -> None:
+    with pytest.raises(ValueError, match="per_actor: wanted at least 1, found 0"):
+        Limits(per_actor=0)
+    with pytest.raises(ValueError, match="sources: wanted at least 1"):
+        partition([], Resources(cores=1))

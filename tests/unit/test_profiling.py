@@ -1,0 +1,380 @@
+"""Measuring sources, keeping what was measured, and launching by it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+import overlord as ov
+from overlord.cli import cli
+from overlord.runtime import partitioning, profiles
+from overlord.runtime.bootstrap import Blueprint, Options
+from overlord.runtime.partitioning import hosting_of, loads_of, partition_of, profiled
+from overlord.runtime.probing import Bounds, fingerprint_of, measure
+from overlord.scaling.profile import JobProfile, SourceProfile
+from tests.corpus import write_rows
+from tests.worlds import Rows
+
+pytestmark = pytest.mark.timeout(60)
+WORDS = ["a", "few", "words", "of", "text"]
+
+
+def busy(row: dict[str, Any]) -> dict[str, Any]:
+    sum(k * k for k in range(20_000))
+    return row
+
+
+def third(row: dict[str, Any]) -> bool:
+    return bool(row["n"] % 3 == 0)
+
+
+def rows(n: int = 300) -> list[dict[str, Any]]:
+    return [{"n": k, "tokens": [k % 50] * (1 + k % 7), "text": " ".join(WORDS[(k + j) % 5] for j in range(20))} for k in range(n)]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """The same rows as Parquet, twelve row groups of 25, and a tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="a"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    write_rows(tmp_path / "web", "parquet", rows(), row_group_size=25)
+    return tmp_path
+
+
+def source(corpus: Path, name: str = "web", *transforms: Any, **fields: Any) -> ov.Source:
+    return ov.Source(name, str(corpus / "web" / "*.parquet"), transforms=transforms or (ov.Tokens("tokens"),), **fields)
+
+
+def text(corpus: Path) -> ov.Tokenize:
+    return ov.Tokenize(str(corpus / "tokenizer.json"), text="text")
+
+
+def job(*sources: ov.Source, **fields: Any) -> ov.Job:
+    usual = {"batch": ov.Batch(samples=16, context=64), "slice_rows": 8, "until": 6, "seed": 5}
+    return ov.Job(name="profiled", sources=sources, **{**usual, **fields})
+
+
+@contextmanager
+def blueprint(made: ov.Job, **options: Any) -> Iterator[Blueprint]:
+    ready = Blueprint(made, Options(**options))
+    try:
+        yield ready
+    finally:
+        ready.close()
+
+
+def measured(made: ov.Job, **bounds: Any) -> list[SourceProfile]:
+    with blueprint(made) as ready:
+        return [measure(ready.kit(i), Bounds(**bounds)) for i in range(len(made.sources))]
+
+
+# measuring
+
+
+def test_a_profile_tells_a_slow_transform_from_a_light_one(corpus: Path) -> None:
+    light, slow = measured(job(source(corpus), source(corpus, "slow", ov.Map(busy, rows=True), ov.Tokens("tokens"))), rows=200)
+    assert light.samples == slow.samples == 200
+    assert slow.transform_s > 5 * light.transform_s > 0
+    assert light.read_s > 0
+    assert (light.tokens, slow.tokens) == (pytest.approx(4, abs=0.5), pytest.approx(4, abs=0.5))
+    assert light.token_s == pytest.approx(light.sample_s / light.tokens)
+    assert light.buffer_bytes > 0
+
+
+def test_rows_and_seconds_are_bounds(corpus: Path) -> None:
+    made = job(source(corpus, "slow", ov.Map(busy, rows=True), ov.Tokens("tokens")), slice_rows=25)
+    [few] = measured(made, rows=10)
+    assert few.samples == 10
+    with blueprint(made) as ready:
+        none = measure(ready.kit(0), Bounds(), over=lambda: True)
+    assert (none.samples, none.sample_s) == (0, 0.0)
+
+
+def test_rows_that_a_filter_drops_are_paid_by_those_that_stay(corpus: Path) -> None:
+    every, some = measured(job(source(corpus), source(corpus, "some", ov.Filter(third, rows=True), ov.Tokens("tokens"))), rows=300)
+    assert (every.samples, some.samples) == (300, 100)
+    assert some.read_s > 1.5 * every.read_s
+
+
+def test_transforms_in_a_worker_process_are_measured_there(corpus: Path) -> None:
+    [made] = measured(job(source(corpus, "apart", ov.Map(busy, rows=True), ov.Tokens("tokens"), workers="processes")), rows=64)
+    assert made.samples == 64
+    assert made.transform_s > 1e-5
+
+
+def test_file_state_is_what_open_chunks_hold(corpus: Path) -> None:
+    wide = [{"tokens": [1, 2], "blob": f"{k:06d}" * 2000} for k in range(200)]
+    write_rows(corpus / "wide", "parquet", wide, files=1, row_group_size=50, compression="none")
+    big = ov.Source("big", str(corpus / "wide" / "*.parquet"), transforms=[ov.Filter(has_blob), ov.Tokens("tokens")])
+    small, large = measured(job(source(corpus), big), rows=32)
+    held = 200 * 12_000  # four row groups are open, each decoded in one go and handed out in slices
+    assert 0.8 * held < large.file_bytes < 3 * held
+    assert small.file_bytes < large.file_bytes / 10
+
+
+def has_blob(columns: dict[str, Any]) -> list[bool]:
+    return [bool(b) for b in columns["blob"]]
+
+
+def test_a_fingerprint_is_of_files_transforms_and_slices(corpus: Path) -> None:
+    same, again, tokenized = source(corpus, "a"), source(corpus, "b"), source(corpus, "c", text(corpus))
+    with blueprint(job(same, again, tokenized)) as one, blueprint(job(same, slice_rows=9)) as other:
+        marks = [fingerprint_of(one.kit(i)) for i in range(3)] + [fingerprint_of(other.kit(0))]
+    assert marks[0] == marks[1]
+    assert len(set(marks)) == 3
+
+
+# keeping
+
+
+def kept(ready: Blueprint, *costs: float) -> JobProfile:
+    marks = profiles.fingerprints(ready)
+    return JobProfile.of(
+        SourceProfile(name=n, fingerprint=marks[n], samples=100, read_s=0.0, transform_s=c, tokens=4.0)
+        for n, c in zip(ready.job.names, costs, strict=True)
+    )
+
+
+def test_a_profile_is_kept_in_the_journal_or_by_names_in_the_cache(corpus: Path) -> None:
+    made = job(source(corpus))
+    assert profiles.path_of(made, corpus / "c").parent == corpus / "c" / "profiles"
+    assert profiles.path_of(made, corpus / "c") != profiles.path_of(job(source(corpus, "other")), corpus / "c")
+    assert profiles.path_of(job(source(corpus), journal=corpus / "j"), None) == corpus / "j" / "profile.json"
+    assert profiles.path_of(job(source(corpus), journal="s3://bucket/j"), corpus / "c").parent == corpus / "c" / "profiles"
+
+
+@pytest.mark.parametrize("broken", [b"", b"{", b"[1]", b'{"version": 1}', b"\xff\xfe", b"[" * 100_000, b"0" * 400])
+def test_a_broken_profile_is_ignored_with_a_warning(corpus: Path, caplog: pytest.LogCaptureFixture, broken: bytes) -> None:
+    path = corpus / "profile.json"
+    path.write_bytes(broken)
+    with caplog.at_level(logging.WARNING, "overlord"):
+        assert profiles.load(path) == JobProfile()
+    assert [f"profile {path} is not used" in r.getMessage() for r in caplog.records] == [True]
+    assert profiles.load(corpus / "nowhere.json") == JobProfile()
+    assert len(caplog.records) == 1, "one that is not there is no surprise"
+
+
+def test_what_is_kept_counts_while_the_source_is_the_same(corpus: Path) -> None:
+    with blueprint(job(source(corpus), source(corpus, "code")), cache_dir=corpus / "c") as ready:
+        path = profiles.path_of(ready.given, ready.options.cache_dir)
+        assert profiles.save(path, kept(ready, 0.5, 0.25))
+        assert profiles.known(ready) == kept(ready, 0.5, 0.25)
+        assert [load.cost for load in loads_of(profiled(ready, "process"))] == [0.25, 0.125]
+    with blueprint(job(source(corpus, "web", text(corpus)), source(corpus, "code")), cache_dir=corpus / "c") as changed:
+        assert list(profiles.known(changed).sources) == ["code"]
+        assert loads_of(profiled(changed, "process"))[1].cost == 0.125
+    with blueprint(job(source(corpus), source(corpus, "code")), cache_dir=corpus / "c", partition="off") as off:
+        assert profiled(off, "process").profile is None
+
+
+def test_a_profile_that_cannot_be_kept_costs_a_warning(corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (corpus / "file").write_text("")
+    assert not profiles.save(corpus / "file" / "profile.json", JobProfile())
+    assert "is not kept" in caplog.text
+
+
+# the quick look
+
+
+def refuse(columns: dict[str, Any]) -> list[bool]:
+    raise AssertionError("code of the user's must not run at launch")
+
+
+def test_launch_looks_at_sources_that_may_be_heavy_and_runs_no_code_of_the_users(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "ALL_S", 20.0)  # a machine that is busy with other things
+    seen = ov.Source.from_dataset("held", Rows(rows(20)), transforms=[text(corpus)])
+    code = source(corpus, "code", ov.Filter(refuse), text(corpus))
+    with blueprint(job(source(corpus, "text", text(corpus)), source(corpus, "ids"), code, seen)) as ready:
+        found = profiles.quick(ready, loads_of(ready), JobProfile())
+        assert list(found.sources) == ["text"]
+        probed = found.sources["text"]
+        assert 0 < probed.samples <= 64
+        assert probed.tokens == 20
+        again = profiles.quick(ready, loads_of(ready), kept(ready, 1.0, 1.0, 1.0, 1.0))
+        assert again == kept(ready, 1.0, 1.0, 1.0, 1.0), "what is known is not looked at again"
+
+
+def test_a_job_of_small_steps_is_not_looked_at(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partitioning, "quick", None)  # would fail
+    with blueprint(job(source(corpus, "text", text(corpus))), cache_dir=corpus / "c") as ready:
+        assert profiled(ready, "process").profile == JobProfile()
+
+
+# launching by it
+
+
+def test_a_measured_source_gets_loaders_by_what_it_costs(corpus: Path) -> None:
+    made = job(source(corpus), source(corpus, "code"), source(corpus, "books"))
+    with blueprint(made, hosts=8) as ready:
+        assert set(hosting_of(ready).loaders) == {3}, "all are alike by their index"
+        ready.profile = kept(ready, 1e-3, 6e-3, 1e-3)
+        assert hosting_of(ready).loaders == (1, 6, 1)
+        assert len(set(hosting_of(ready).host_of[1:7])) == 6, "each of them in a host of its own"
+    with blueprint(made, hosts=8, loaders={"code": 2}) as named:
+        named.profile = kept(named, 1e-3, 6e-3, 1e-3)
+        assert hosting_of(named).loaders[1] == 2
+
+
+def test_guesses_are_corrected_by_what_was_measured_of_their_kind(corpus: Path) -> None:
+    made = job(source(corpus, "a", text(corpus)), source(corpus, "b", text(corpus)), source(corpus, "ids"))
+    with blueprint(made) as ready:
+        guessed = loads_of(ready)
+        ready.profile = JobProfile.of([kept(ready, 30 * guessed[0].cost, 0.0, 0.0).sources["a"]])  # ten times the guess: a third is drawn
+        found = loads_of(ready)
+    assert [f.cost / g.cost for f, g in zip(found, guessed, strict=True)] == pytest.approx([10.0, 10.0, 1.0])
+
+
+def test_batches_in_tokens_draw_long_samples_less_often(corpus: Path) -> None:
+    made = job(source(corpus), source(corpus, "code"), batch=ov.Batch(tokens=400, context=64))
+    with blueprint(made) as ready:
+        marks = profiles.fingerprints(ready)
+        fields = {"samples": 9, "read_s": 0.0, "transform_s": 1.0}
+        ready.profile = JobProfile.of(
+            SourceProfile(name=n, fingerprint=marks[n], tokens=t, **fields) for n, t in (("web", 30.0), ("code", 10.0))
+        )
+        assert [load.cost for load in loads_of(ready)] == pytest.approx([0.25, 0.75])
+        assert partitioning.sample_tokens(ready) == pytest.approx(15.0)
+        assert partitioning.batch_samples(ready) == round(400 / 15)
+
+
+def test_a_schedule_is_asked_how_it_begins(corpus: Path) -> None:
+    mixture = ov.schedule.staged({0: {"web": 3.0, "code": 1.0}, 50: {"code": 1.0}})
+    with blueprint(job(source(corpus), source(corpus, "code"), mixture=mixture)) as ready:
+        assert partitioning.shares_of(ready) == [0.75, 0.25]
+
+
+def test_in_one_process_only_sources_that_are_worth_it_are_split(corpus: Path) -> None:
+    made = job(source(corpus), source(corpus, "code"))
+    for code_s, loaders in ((1e-6, 1), (0.1, 4)):
+        with blueprint(made, cache_dir=corpus / "c", workers=4) as ready:
+            profiles.save(profiles.path_of(made, corpus / "c"), kept(ready, 1e-6, code_s))
+        with ov.launch(made, cache_dir=corpus / "c", workers=4) as session:
+            names = [a["name"] for a in session.metrics()["actors"] if a["role"] == "loader"]
+            assert sum("code" in name for name in names) == loaders
+            assert sum("web" in name for name in names) == 1
+
+
+def test_what_loaders_measure_refreshes_what_is_kept(corpus: Path) -> None:
+    made = job(source(corpus), source(corpus, "slow", ov.Map(busy, rows=True), ov.Tokens("tokens")), until=20, journal=corpus / "j")
+    with ov.launch(made) as session:
+        assert session.profile() == JobProfile(), "nothing was read yet that would tell"
+        for _ in session.client(0):
+            pass
+        found = session.profile()
+        assert session.profile() == found, "nothing new was read"
+    slow, web = found.sources["slow"], found.sources["web"]
+    assert slow.samples >= 64
+    assert slow.tokens == pytest.approx(4, abs=0.5)
+    assert slow.sample_s > 3 * web.sample_s
+    assert profiles.load(corpus / "j" / "profile.json") == found
+    with ov.launch(made, resume="auto") as session:
+        assert session.profile() == found
+
+
+def test_without_partition_nothing_is_kept(corpus: Path) -> None:
+    with (
+        ov.launch(job(source(corpus)), partition="off", cache_dir=corpus / "c") as session,
+        pytest.raises(ov.JobError, match="partition='auto'"),
+    ):
+        session.profile()
+    assert not (corpus / "c" / "profiles").exists()
+
+
+# the commands
+
+
+def overlord(*args: str | Path) -> Result:
+    return CliRunner(env={"COLUMNS": "140"}).invoke(cli, [str(a) for a in args])
+
+
+@pytest.fixture
+def job_yaml(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OVERLORD_CACHE", str(corpus / "cache"))
+    made = job(source(corpus), source(corpus, "text", text(corpus)), journal=str(corpus / "j"))
+    (corpus / "job.yaml").write_text(made.to_yaml())
+    return corpus / "job.yaml"
+
+
+def test_profile_prints_a_table_distributions_and_the_share_of_file_state(job_yaml: Path, tmp_path: Path) -> None:
+    result = overlord("profile", job_yaml, "--rows", "100", "--svg", tmp_path / "p.svg", "--html", tmp_path / "p.html", "--save")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stdout.split())
+    assert {line.split()[0] for line in result.stdout.splitlines()[1:3]} == {"web", "text"}
+    assert "of the sources, at most" in said
+    assert "P, by token" in said
+    assert "of the memory of 2 sources" in said
+    found = profiles.load(tmp_path / "j" / "profile.json")
+    assert {p.samples for p in found.sources.values()} == {100}
+    assert (tmp_path / "p.svg").read_text().startswith("<svg xmlns=")
+    assert "what its sources cost" in (tmp_path / "p.html").read_text()
+
+
+def test_a_journal_in_which_only_a_profile_is_begins_without_a_word(job_yaml: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert overlord("profile", job_yaml, "--rows", "20", "--save").exit_code == 0
+    with caplog.at_level(logging.WARNING, "overlord"), ov.launch(ov.Job.from_yaml(job_yaml)) as session:
+        assert len(list(session.client(0))) == 6
+    assert caplog.text == ""
+
+
+def test_profile_tells_which_sources_cannot_be_measured(job_yaml: Path, corpus: Path) -> None:
+    bad = yaml.safe_load(job_yaml.read_text())
+    write_rows(corpus / "odd", "jsonl", [{"tokens": "no"}] * 3)
+    bad["sources"].append({"name": "odd", "uri": str(corpus / "odd" / "*.jsonl"), "transforms": [{"tokens": {"column": "tokens"}}]})
+    job_yaml.write_text(yaml.safe_dump(bad))
+    result = overlord("profile", job_yaml, "--rows", "50")
+    assert result.exit_code == 1
+    assert "1 of 3 sources could not be measured" in result.stderr
+    assert "source 'odd': no sample came within 50 rows" in result.stderr
+
+
+def test_partition_prints_the_configuration_with_reasons(job_yaml: Path) -> None:
+    result = overlord("partition", job_yaml, "--cpus", "16", "--memory", "8GB", "--demand", "10")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stdout.split())
+    assert "2 sources on 16 cores: " in said
+    assert "predicted: " in said
+    assert " of the work" in said
+    assert "a demand of 10 tokens/s is met" in said
+    assert "1 of 2 sources measured, 1 guessed" in said or "0 of 2 sources measured" in said
+
+
+def test_partition_says_by_how_much_a_demand_is_not_met(job_yaml: Path) -> None:
+    result = overlord("partition", job_yaml, "--cpus", "2", "--demand", "1e15")
+    assert result.exit_code == 1
+    assert "of the demand are not met; it takes " in result.stderr
+    memory = overlord("partition", job_yaml, "--cpus", "2", "--memory", "10MB")
+    assert memory.exit_code == 1
+    assert "memory: " in memory.stderr
+    assert "more than there are" in memory.stderr
+
+
+@pytest.mark.parametrize(("size", "nbytes"), [("256GB", 256 * 10**9), ("1.5 GiB", 3 * 2**29), ("512m", 512 * 10**6), ("77", 77)])
+def test_sizes_are_written_as_people_do(size: str, nbytes: int) -> None:
+    from overlord.cliscaling import Bytes
+
+    assert Bytes().convert(size, None, None) == nbytes
+
+
+def test_a_size_that_is_none_is_refused(job_yaml: Path) -> None:
+    result = overlord("partition", job_yaml, "--memory", "much")
+    assert result.exit_code == 2
+    assert "wanted a number of bytes, as in 256GB or 512MiB, found 'much'" in result.stderr
+
+
+def test_a_partition_is_explained_in_words(corpus: Path) -> None:
+    with blueprint(job(source(corpus), source(corpus, "code")), hosts=8) as ready:
+        ready.profile = kept(ready, 1e-3, 7e-3)
+        made = partition_of(ready)
+    assert made.shares[1].reason == "88% of the work is worth 7.0 cores; 7 loaders, its share of the cores"
+    assert json.dumps([s.reason for s in made.shares])
