@@ -165,6 +165,14 @@ class Loading:
         step = self._step if hosted is None or hosted.loader.generation < self.generation else hosted.last  # its source was opened again
         return self._stand(opening, open, step, shadow=True)
 
+    def stand(self, opening: Opening, open: Callable[[Opening], None], step: int) -> list[Any]:
+        """Be this loader from a place on, behind a step: what it holds, or held as a shadow, stays; else it is opened there."""
+        return self._stand(opening, open, step, shadow=False)
+
+    def full(self, loaders: Iterable[int]) -> bool:
+        """Whether all these hold as much as they were told to."""
+        return all(self.hosted[number].loader.full for number in loaders if number in self.hosted)
+
     def pop_shadows(self, step: int, pops: Mapping[int, int]) -> tuple[dict[int, int], list[Any]]:
         """What a step takes from loaders that are shadows here leaves them and goes nowhere. Returns the other pops, and what they want."""
         commands: list[Any] = []

@@ -162,8 +162,6 @@ class PlannedEngine:
                 self.recoveries.append(row)
             case ("finish", (Finish() | None) as finish):
                 self.planner.finished = finish
-            case ("hosting", list(host_of)):
-                self._parts.hosting = replace(self._parts.hosting, host_of=tuple(host_of))
             case ("over", Exception() as error):
                 self._end_all(error)
             case _:

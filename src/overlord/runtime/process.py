@@ -45,9 +45,9 @@ from overlord.runtime.host import KeptPlans
 from overlord.runtime.inside import InsideBox
 from overlord.runtime.local import Pump
 from overlord.runtime.machine import Machine
-from overlord.runtime.moving import Joining
 from overlord.runtime.recovering import START_S
 from overlord.runtime.sendable import sendable
+from overlord.runtime.spreading import Spreading
 from overlord.runtime.starting import Recipes, Starter, hosting_of, n_constructors, read_ahead_of, settings_of
 
 log = logging.getLogger("overlord")
@@ -55,7 +55,7 @@ log = logging.getLogger("overlord")
 TAKEN_S = 2.0  # for a constructor host to say how far a rank is
 
 
-class ProcessHost(Joining):
+class ProcessHost(Spreading):
     """A planner, and remote loaders and constructors."""
 
     def __init__(
@@ -76,6 +76,7 @@ class ProcessHost(Joining):
         self.fails_over = blueprint.options.failover and blueprint.options.constructors
         self._control, self._pump, self._number = control, pump, generation
         self._keep_past(blueprint)
+        self._plan_spreading()
         self._token = secrets.token_urlsafe(24) if starter is None else starter.token
         self.plans = KeptPlans()
         self.on_stage: list[Callable[[Stage], None]] = []
@@ -328,6 +329,7 @@ class ProcessHost(Joining):
                 self._queue.extend(self.planner.handle(command))
                 if isinstance(command, Consumed):
                     self._progress()
+                    self._end_idle()
             case Stage():
                 self._stage(command)
             case Finish():

@@ -23,6 +23,7 @@ from overlord.runtime.machine import Machine
 from overlord.runtime.options import CORES_PER_CONSTRUCTOR, n_cores, ring_bytes
 from overlord.runtime.placing import Layout, Node, choose
 from overlord.runtime.sendable import sendable
+from overlord.scaling.sharing import widened
 
 SIDE_BY_SIDE = 8  # steps, where several hosts read: they are not equally fast at every step
 
@@ -43,12 +44,24 @@ def loads_of(blueprint: Blueprint) -> list[SourceLoad]:
 
 
 def hosting_of(blueprint: Blueprint) -> Hosting:
-    """Loaders and loader hosts of a job."""
-    job, options = blueprint.job, blueprint.options
-    return plan_hosts(
-        loads_of(blueprint), cores=options.hosts or n_cores(), sources_per_host=options.sources_per_host, loaders=options.loaders,
-        together=bool(of_kind(job.hooks, LOADER)),
+    """Loaders and loader hosts of a job; where it is scaled, with as many loaders as its sources could ever use."""
+    job, options, loads = blueprint.job, blueprint.options, loads_of(blueprint)
+    cores, named = options.hosts or n_cores(), options.loaders or {}
+    hosting = plan_hosts(
+        loads, cores=cores, sources_per_host=options.sources_per_host, loaders=options.loaders, together=bool(of_kind(job.hooks, LOADER)),
     )  # fmt: skip
+    if not scales(blueprint):
+        return hosting
+    shares = [1 if load.name in named else min(load.shares, cores) for load in loads]
+    loaders, host_of = widened(hosting.loaders, hosting.host_of, shares)
+    return replace(hosting, loaders=loaders, host_of=host_of)
+
+
+def scales(blueprint: Blueprint) -> bool:
+    """Whether sources get more processes, and fewer, as the mixture and the pace of trainers change. A loader hook is shown all that a
+    step takes from a source, so there its loaders stay together; without failover nothing is kept that a loader could be moved with."""
+    options = blueprint.options
+    return bool(options.autoscale) and options.constructors and options.failover and not of_kind(blueprint.job.hooks, LOADER)
 
 
 def n_constructors(blueprint: Blueprint) -> int:
@@ -68,7 +81,8 @@ def settings_of(blueprint: Blueprint, hosting: Hosting, token: str, generation: 
     return Settings(
         name=blueprint.job.name, token=token, generation=generation, workers=max(1, (options.workers or n_cores()) // hosting.n_hosts),
         open_files=max(1, options.open_files // hosting.n_hosts), open_bytes=max(1, options.open_bytes // hosting.n_hosts),
-        ring_bytes=ring_bytes(options), check=options.check, build_ahead=options.build_ahead or BUILD_AHEAD, broadcast=options.broadcast,
+        ring_bytes=ring_bytes(options), check=options.check, one_worker=scales(blueprint),
+        build_ahead=options.build_ahead or BUILD_AHEAD, broadcast=options.broadcast,
         failover=options.failover and options.constructors, narrow=not of_kind(blueprint.job.hooks, CONSTRUCTOR),
         machine=machine or Machine(),
     )  # fmt: skip
@@ -88,6 +102,7 @@ class Starter(Protocol):
 
     def constructor(self, c: int) -> Handle: ...
     def loader_host(self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str]) -> Handle: ...
+    def end(self, h: int, handle: Handle) -> None: ...  # a loader host that is not needed any more; it may wait
 
 
 class Recipes:
@@ -119,6 +134,10 @@ class Recipes:
             LoaderHost, h, replace(self._settings, born=next(self._born)), kits, openings, constructors, of_kind(job.hooks, LOADER),
             job.seed, name=f"loader-host/{h}", node=self._node(f"loader-host/{h}"),
         )  # fmt: skip
+
+    def end(self, h: int, handle: Handle) -> None:
+        self._placed.pop(handle.name, None)
+        self._control.kill(handle)
 
     def _node(self, name: str) -> str | None:
         """Where a host goes, on a cluster; one that is started again stays, if its node is there."""
