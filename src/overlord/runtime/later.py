@@ -10,7 +10,6 @@ from overlord.errors import OverlordError
 # Launch options: the value that says what is done today, and what that is.
 OPTIONS: Mapping[str, tuple[Any, str]] = {
     "partition": (None, "every source has one loader, or as many as loaders= gives it"),
-    "autoscale": (False, "the number of loaders stays as it is at launch"),
 }
 
 

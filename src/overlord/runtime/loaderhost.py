@@ -205,6 +205,12 @@ class LoaderHost(HostActor):
         self._pump.post(lambda: self._awaited.append((loaders, answer)))
         return answer
 
+    def gauge(self) -> Future[list[tuple[int, bool, float, int, float, float]]]:
+        """For scaling: of every loader whether it is a shadow, seconds it worked and samples it made in all, a usual and a slow read."""
+        answer = Future[list[tuple[int, bool, float, int, float, float]]]()
+        self._pump.post(lambda: answer.set_result(self._loading.gauge()))
+        return answer
+
     def _after_turn(self) -> float | None:
         if self._awaited:
             over = [(loaders, answer) for loaders, answer in self._awaited if self._loading.full(loaders)]

@@ -46,8 +46,8 @@ from overlord.runtime.inside import InsideBox
 from overlord.runtime.local import Pump
 from overlord.runtime.machine import Machine
 from overlord.runtime.recovering import START_S
+from overlord.runtime.scaling import Scaling
 from overlord.runtime.sendable import sendable
-from overlord.runtime.spreading import Spreading
 from overlord.runtime.starting import Recipes, Starter, hosting_of, n_constructors, read_ahead_of, settings_of
 
 log = logging.getLogger("overlord")
@@ -55,7 +55,7 @@ log = logging.getLogger("overlord")
 TAKEN_S = 2.0  # for a constructor host to say how far a rank is
 
 
-class ProcessHost(Spreading):
+class ProcessHost(Scaling):
     """A planner, and remote loaders and constructors."""
 
     def __init__(
@@ -77,6 +77,7 @@ class ProcessHost(Spreading):
         self._control, self._pump, self._number = control, pump, generation
         self._keep_past(blueprint)
         self._plan_spreading()
+        self._plan_scaling()
         self._token = secrets.token_urlsafe(24) if starter is None else starter.token
         self.plans = KeptPlans()
         self.on_stage: list[Callable[[Stage], None]] = []
@@ -104,6 +105,7 @@ class ProcessHost(Spreading):
         try:
             self._spawn()
             self._watch_all()
+            self._start_scaling()
         except BaseException:
             self.close()
             raise
@@ -385,6 +387,7 @@ class ProcessHost(Spreading):
     def close(self) -> None:
         self._closed = True
         self._close_past()
+        self._stop_looking()
         self._control.shutdown(1.0)
 
     def check(self) -> None:

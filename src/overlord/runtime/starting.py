@@ -20,7 +20,7 @@ from overlord.runtime.hostactor import Settings
 from overlord.runtime.hosting import Hosting, SourceLoad, load_of, plan_hosts
 from overlord.runtime.loaderhost import LoaderHost
 from overlord.runtime.machine import Machine
-from overlord.runtime.options import CORES_PER_CONSTRUCTOR, n_cores, ring_bytes
+from overlord.runtime.options import CORES_PER_CONSTRUCTOR, Options, n_cores, ring_bytes
 from overlord.runtime.placing import Layout, Node, choose
 from overlord.runtime.sendable import sendable
 from overlord.scaling.sharing import widened
@@ -75,11 +75,16 @@ def read_ahead_of(hosting: Hosting) -> int:
     return SIDE_BY_SIDE if hosting.n_hosts > 1 else READ_AHEAD
 
 
+def lanes_of(options: Options, hosting: Hosting) -> int:
+    """Threads of every loader host."""
+    return max(1, (options.workers or n_cores()) // hosting.n_hosts)
+
+
 def settings_of(blueprint: Blueprint, hosting: Hosting, token: str, generation: int, machine: Machine | None = None) -> Settings:
     """What all hosts are told when they are started."""
     options = blueprint.options
     return Settings(
-        name=blueprint.job.name, token=token, generation=generation, workers=max(1, (options.workers or n_cores()) // hosting.n_hosts),
+        name=blueprint.job.name, token=token, generation=generation, workers=lanes_of(options, hosting),
         open_files=max(1, options.open_files // hosting.n_hosts), open_bytes=max(1, options.open_bytes // hosting.n_hosts),
         ring_bytes=ring_bytes(options), check=options.check, one_worker=scales(blueprint),
         build_ahead=options.build_ahead or BUILD_AHEAD, broadcast=options.broadcast,
