@@ -168,6 +168,7 @@ class Open:
     loader: int
     cursor: Cursor
     generation: int
+    step: int = -1  # the last that was planned before
 
 
 @dataclass(frozen=True, slots=True)

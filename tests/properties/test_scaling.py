@@ -21,7 +21,7 @@ HOSTS = st.lists(st.integers(0, 12), min_size=1, max_size=8, unique=True)
 @examples(200)
 def test_every_share_has_one_of_the_hosts_and_none_has_two_more_than_another(where: list[int], hosts: list[int]) -> None:
     to = spread(where, hosts)
-    counts = Counter({h: 0 for h in hosts} | Counter(to))
+    counts = Counter(dict.fromkeys(hosts, 0) | Counter(to))
     assert len(to) == len(where)
     assert set(counts) == set(hosts)
     assert max(counts.values()) - min(counts.values()) <= 1
@@ -70,7 +70,9 @@ def test_a_source_that_is_cut_into_more_shares_stays_on_its_hosts(sources: list[
 class World:
     """Sources of some cost, trainers with a step time, hosts as the scaler says."""
 
-    def __init__(self, costs: list[float], weights: list[float], step_s: float, limits: Limits, most: int, noise: float = 0.0, seed: int = 0):
+    def __init__(
+        self, costs: list[float], weights: list[float], step_s: float, limits: Limits, most: int, noise: float = 0.0, seed: int = 0
+    ):
         self.costs, self.weights, self.step_s, self.limits, self.most = costs, weights, step_s, limits, most
         self.hosts = {i: {0} for i in range(len(costs))}
         self.next, self.now, self.noise, self.random = 1, 0.0, noise, Random(seed)
@@ -135,7 +137,9 @@ WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=5, max_size=5)
 
 @given(COSTS, WEIGHTS, st.floats(0.05, 2.0), st.integers(1, 32), st.integers(1, 8), st.integers(0, 99))
 @examples(60)
-def test_a_mixture_that_stays_does_not_flap(costs: list[float], weights: list[float], step_s: float, cores: int, most: int, seed: int) -> None:
+def test_a_mixture_that_stays_does_not_flap(
+    costs: list[float], weights: list[float], step_s: float, cores: int, most: int, seed: int
+) -> None:
     """Sources settle within a minute, and then nothing changes any more, though measurements differ by some percent."""
     world = World(costs, weights[: len(costs)], step_s, Limits(cores=cores), most, noise=0.05, seed=seed)
     for _ in range(30 + 20 * len(costs)):

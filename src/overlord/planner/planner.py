@@ -190,7 +190,7 @@ class Planner(Leaving):
                 self._replay[i] = ages
             if held:
                 commands.append(Forget(tuple(self._demand.of(i))))
-        commands += [Open(loader, cursor, self._generations[i]) for loader in self._demand.of(i)]
+        commands += [Open(loader, cursor, self._generations[i], self._state.step - 1) for loader in self._demand.of(i)]
         ahead = self._demand.reopened(i)
         self._waiting = {}  # a draw that waits asks anew
         return [*commands, *(ahead if self._state.active[i] else ()), *self._plan_ahead()]

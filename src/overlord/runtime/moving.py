@@ -77,7 +77,7 @@ class Joining(Recovering):
         if of_kind(self.blueprint.job.hooks, LOADER) and len(set(hosts)) > 1:
             raise JobError([f"a loader hook is shown all that a step takes from {name!r}: its loaders stay on one host"], "move")
         first = sum(self.hosting.loaders[:source])
-        self._moves = {first + k: known[hosts[k % len(hosts)]] for k in range(self.hosting.loaders[source])}
+        self._moves |= {first + k: known[hosts[k % len(hosts)]] for k in range(self.hosting.loaders[source])}
         self.run(self.planner.handle(Reopen(source)))
 
     def _open(self, command: Open) -> None:
@@ -90,7 +90,7 @@ class Joining(Recovering):
         opening = replace(opening, generation=command.generation)
         # What it holds stays, unless samples were passed over: those are gone with what was held of them.
         afresh = self.planner.holds_over or not self.fails_over
-        self._loaders[host].out.append(opening if afresh else ("stand", self.planner.next_step - 1, opening))
+        self._loaders[host].out.append(opening if afresh else ("stand", command.step, opening))
         if self._shadows.where.get(loader) == host:  # it moved to where it was followed
             self._shadows.drop(loader)
             self._fill_shadows()

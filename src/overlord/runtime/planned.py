@@ -322,6 +322,9 @@ class PlannedEngine:
     def move(self, source: int, hosts: Sequence[str]) -> None:
         self._parts.ask("move", source, list(hosts))
 
+    def spread(self, source: int, n: int) -> bool:
+        return bool(self._parts.ask("spread", source, n))
+
     # what people ask
 
     def waiting_for(self, rank: int) -> str:

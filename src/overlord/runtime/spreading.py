@@ -60,9 +60,9 @@ class Spreading(Joining):
         """Read a source in so many hosts from here on; False: another change is under way, or it is read so already. The stream stays."""
         name, most = self.blueprint.job.names[source], self.hosting.loaders[source]
         if not 1 <= n <= most:
-            raise JobError([f"wanted 1 to {most} hosts for {name!r}, which has {most} loader{'s' * (most > 1)}, found {n}"], "spread")
+            raise JobError([f"wanted 1 to {most} hosts for {name!r}, which has {most} loader{'s' * (most > 1)}, found {n}"], "scale")
         if n > 1 and of_kind(self.blueprint.job.hooks, LOADER):
-            raise JobError([f"a loader hook is shown all that a step takes from {name!r}: its loaders stay on one host"], "spread")
+            raise JobError([f"a loader hook is shown all that a step takes from {name!r}: its loaders stay on one host"], "scale")
         now = self.hosts_of(source)
         if self._change is not None or n == len(now) or not self._living().issuperset(now) or self.planner.finished is not None:
             return False
@@ -168,18 +168,16 @@ class Spreading(Joining):
         for loader, h in change.moves.items():
             if loader not in moves and h in living:
                 self._loaders[h].out.append(("drop", loader))
-        self._moves = dict(moves)
-        was = [self._cutter.host(loader) for loader in moves]
+        self._moves |= moves  # until the planner's word goes its way, which may wait for the journal
+        self._over([self._cutter.host(loader) for loader in moves])
         self.run(self.planner.handle(Reopen(change.source)) if moves else [])
-        self._moves = {}
-        self._over(was)
 
     def _settle_change(self, dead: Sequence[int]) -> None:
         """Planning goes back, and every loader is told where it stands: those who follow take over now, or never."""
-        if (change := self._change) is None or change.starting:
-            return
-        living, had = self._living() - set(dead), set[int]()
-        for loader, h in change.moves.items():
+        change = self._change
+        moves = self._moves | (change.moves if change is not None and not change.starting else {})
+        living, had = self._living() - set(dead), set(moves.values())
+        for loader, h in moves.items():
             was = self._cutter.host(loader)
             had.add(was)
             if h in living and was != h:
@@ -189,7 +187,9 @@ class Spreading(Joining):
                 if self._shadows.where.get(loader) == h:
                     self._shadows.drop(loader)
         self._cutter.follow(self._shadows.where)
-        self._over(had)
+        self._moves = {}
+        if change is None or not change.starting:
+            self._over(had)
 
     def _over(self, hosts: Iterable[int] = ()) -> None:
         """``hosts``: those that had some of its loaders, or were to have some."""
@@ -204,7 +204,8 @@ class Spreading(Joining):
         self._leaving |= {h: self.planner.next_step - 1 for h in hosts if h not in busy and h in self._loaders}
 
     def _busy_hosts(self) -> set[int]:
-        return {self._cutter.host(k) for k in range(sum(self.hosting.loaders))}
+        """Those that have a loader, or are about to."""
+        return {self._moves.get(k, self._cutter.host(k)) for k in range(sum(self.hosting.loaders))}
 
     def _end_idle(self) -> None:
         """When a step was taken."""
@@ -214,7 +215,7 @@ class Spreading(Joining):
         for h, step in list(self._leaving.items()):
             if h in busy or h not in self._loaders:
                 del self._leaving[h]
-            elif h in living and self.past.acked >= step:
+            elif h in living and self.past.acked >= step and not self._loaders_on(h):
                 self._end_host(h)
 
     def _end_host(self, h: int) -> None:
