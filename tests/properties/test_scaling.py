@@ -64,6 +64,18 @@ def test_a_source_that_is_cut_into_more_shares_stays_on_its_hosts(sources: list[
         assert list(after[:n]) == before
 
 
+@given(st.lists(st.integers(0, 6), min_size=8, max_size=16), HOSTS, st.sets(st.integers(0, 12)))
+@examples(100)
+def test_a_host_that_reads_other_sources_too_has_no_more_than_one_that_does_not(
+    where: list[int], hosts: list[int], crowded: set[int]
+) -> None:
+    counts = Counter(spread(where, hosts, crowded))
+    free = [counts[h] for h in hosts if h not in crowded]
+    assert min(counts[h] for h in hosts) >= 1
+    assert sum(counts.values()) == len(where)
+    assert not free or max((counts[h] for h in hosts if h in crowded), default=0) <= min(free)
+
+
 # a world: loaders that do what is asked of them as far as they can, trainers that take what there is
 
 

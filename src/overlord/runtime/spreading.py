@@ -67,8 +67,7 @@ class Spreading(Joining):
         if self._change is not None or n == len(now) or not self._living().issuperset(now) or self.planner.finished is not None:
             return False
         if n < len(now):
-            others = Counter(self._cutter.host(k) for k in range(sum(self.hosting.loaders)) if k not in self._numbers(source))
-            self._hand_over(Change(source, kept(now, n, others, lambda h: h < SCALED), 0))
+            self._hand_over(Change(source, kept(now, n, self._others(source), lambda h: h < SCALED), 0))
             return True
         hosts = (now + self._idle_for(source))[:n]
         new = [self._next_scaled + k for k in range(n - len(hosts))]
@@ -80,6 +79,10 @@ class Spreading(Joining):
         if not new:
             self._hand_over(change)
         return True
+
+    def _others(self, source: int) -> Counter[int]:
+        """Loaders of other sources, by host."""
+        return Counter(self._cutter.host(k) for k in range(sum(self.hosting.loaders)) if k not in self._numbers(source))
 
     def _idle_for(self, source: int) -> list[int]:
         """Hosts that have nothing to do and can open it."""
@@ -133,7 +136,7 @@ class Spreading(Joining):
         if not hosts or not living.issuperset(where) or self.planner.finished is not None:
             self._over()
             return
-        to = spread(where, hosts)
+        to = spread(where, hosts, self._others(change.source))
         change.moves = {loader: h for loader, was, h in zip(self._numbers(change.source), where, to, strict=True) if h != was}
         follow = {loader: h for loader, h in change.moves.items() if loader not in self._shadows.where}
         if not follow or not self.fails_over or self.planner.holds_over:

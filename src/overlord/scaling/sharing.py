@@ -6,21 +6,20 @@ next to nothing. To scale it is to spread its shares over more processes, or ove
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 
-def spread(where: Sequence[int], hosts: Sequence[int]) -> tuple[int, ...]:
-    """A host for every share, of these hosts alone, each with as many as the others or one more; few shares move.
+def spread(where: Sequence[int], hosts: Sequence[int], crowded: Container[int] = ()) -> tuple[int, ...]:
+    """A host for every share, of these hosts alone; few shares move. Each has one at least, where there are so many; those that are
+    ``crowded``, since they read other sources too, have half as many as the others, and these differ by one at most.
 
-    ``where``: the host that each share has now. Of equal counts, hosts that come first in ``hosts`` have the greater one.
+    ``where``: the host that each share has now.
     """
     if not hosts:
         raise ValueError("wanted at least one host for the shares of a source")
-    # Whoever has most now keeps one more: fewer shares move than where the first ones do.
-    held = Counter(h for h in where if h in set(hosts))
-    order = sorted(hosts, key=lambda h: (-held[h], hosts.index(h)))
-    room = {h: len(where) // len(hosts) + (k < len(where) % len(hosts)) for k, h in enumerate(order)}
+    room = _allotted(Counter(h for h in where if h in set(hosts)), len(where), hosts, crowded)
     found: list[int | None] = []
     for h in where:
         stays = room.get(h, 0) > 0
@@ -29,6 +28,17 @@ def spread(where: Sequence[int], hosts: Sequence[int]) -> tuple[int, ...]:
             room[h] -= 1
     free = [h for h in hosts for _ in range(room[h])]
     return tuple(free.pop(0) if h is None else h for h in found)
+
+
+def _allotted(held: Mapping[int, int], n: int, hosts: Sequence[int], crowded: Container[int]) -> dict[int, int]:
+    """How many shares each host is to have. Of hosts with equal claims, who has most now has one more: fewer shares move then."""
+    weight = {h: 0.5 if h in crowded else 1.0 for h in hosts}
+    ideal = {h: n * w / math.fsum(weight.values()) for h, w in weight.items()}
+    order = sorted(hosts, key=lambda h: (-held.get(h, 0), hosts.index(h)))
+    counts = {h: int(k < n) for k, h in enumerate(order)}
+    for _ in range(n - sum(counts.values())):
+        counts[max(order, key=lambda h: ideal[h] - counts[h])] += 1
+    return counts
 
 
 def kept(hosts: Sequence[int], n: int, others: Mapping[int, int], first: Callable[[int], bool]) -> list[int]:
