@@ -79,7 +79,7 @@ def play(
         pass
     except Exception as error:
         done.error = repr(error)
-    assert not todo, f"the run ended before steps {list(todo)}"
+    assert not todo, f"the run ended before steps {list(todo)}: {done.error}"
     done.quarantine = session.quarantine()
     return done
 

@@ -6,6 +6,7 @@ Refill     planner     -> loader                     how many samples to hold re
 Read, Evaluate, then WindowRead, Evaluated           the loader asks its host for work, and gets the outcome
 Announce   loader      -> planner                    metadata of new samples, in stream order
 Reopen     whoever     -> planner                    a source is to be read again from where the draw stands: a loader moved
+Hold       whoever     -> planner                    how far ahead a source is read, from here on
 Forget, Open   planner -> loaders                    what leads to that
 Stage      planner     -> loaders, constructors      the plan of a step; between processes its cuts, Part and Placed
 Staged     loader host -> constructors               payload of a step has come; between processes as Payload
@@ -153,12 +154,21 @@ class Reopen:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """Hold so many steps' worth of a source's samples ready beyond the draw: its reads may be slow now and then. It changes no stream."""
+
+    source: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Open:
     """A loader begins again at a cursor, with nothing held; what it said before belongs to a generation that is over."""
 
     loader: int
     cursor: Cursor
     generation: int
+    step: int = -1  # the last that was planned before
 
 
 @dataclass(frozen=True, slots=True)

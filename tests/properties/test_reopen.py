@@ -200,7 +200,7 @@ def test_a_draw_that_waits_asks_the_loader_that_begins_again() -> None:
     made = Announcing.of()
     made.announce(0, 1)
     opened, refill = made.reopen()
-    assert opened == Open(0, Cursor(), 1)
+    assert opened == Open(0, Cursor(), 1, -1)
     assert refill == Refill(0, 2, 0), "as much as the draw lacks, though one sample had come"
     stages = [c for c in made.announce(0, 2) if isinstance(c, Stage)]
     assert [s.plan.row.tolist() for s in stages] == [[0, 1]]
@@ -209,7 +209,7 @@ def test_a_draw_that_waits_asks_the_loader_that_begins_again() -> None:
 def test_a_loader_begins_again_behind_what_was_drawn_and_is_told_how_far_to_read_ahead() -> None:
     made = Announcing.of()
     made.announce(0, 3)
-    assert made.reopen() == [Open(0, Cursor(0, 0, 0, 0, 1, 0), 1), Refill(0, 0, 5), Refill(0, 2, 5)]
+    assert made.reopen() == [Open(0, Cursor(0, 0, 0, 0, 1, 0), 1, 0), Refill(0, 0, 5), Refill(0, 2, 5)]
 
 
 def test_what_a_loader_of_before_says_is_not_heard() -> None:

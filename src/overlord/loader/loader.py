@@ -201,6 +201,11 @@ class Loader:
         """What it may hold ready from now on: sources that join share one budget."""
         self._budget = nbytes
 
+    @property
+    def full(self) -> bool:
+        """Whether it holds all it was told to, or all there is."""
+        return self._done or not self._wanted()
+
     def was_short(self, samples: int) -> bool:
         """Whether a draw waited when so many were announced."""
         return self.ready - samples < self._must

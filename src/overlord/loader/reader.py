@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ from overlord.sources.columns import compact
 from overlord.sources.index import Index
 from overlord.sources.patience import Later
 from overlord.transforms.base import Block, RowIds, Staged
+
+READS = 64  # of which it is known how long they took
 
 
 class Stages(Protocol):
@@ -66,8 +69,17 @@ class ReaderStats:
     tokens: int = 0
     windows: int = 0
     raw_bytes: int = 0  # of the window open now
+    reads: deque[float] = field(default_factory=lambda: deque(maxlen=READS))  # seconds of the last ones
     image_bytes_in: int = 0  # of image files so far
     image_bytes_out: int = 0  # of the pixels made of them, here or later
+
+    @property
+    def latency(self) -> tuple[float, float]:
+        """What a usual read takes, and a slow one: the median and the slowest but a twentieth."""
+        if not self.reads:
+            return 0.0, 0.0
+        found = sorted(self.reads)
+        return found[len(found) // 2], found[-1 - len(found) // 20]
 
     @property
     def images(self) -> dict[str, int] | None:
@@ -140,7 +152,9 @@ class SourceReader:
         self.stats.raw_bytes = sum(t.nbytes for t in window.tables)
         self.stats.windows += 1
         self.stats.rows += len(window.key)
-        self.stats.read_s += time.perf_counter() - start
+        took = time.perf_counter() - start
+        self.stats.read_s += took
+        self.stats.reads.append(took)
         return WindowRead(len(window.key), over, self.stats.raw_bytes, 0 if len(window.key) else window.dropped)
 
     def _open(self, command: Read) -> tuple[_Window, tuple[int, ...]]:

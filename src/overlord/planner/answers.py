@@ -116,6 +116,13 @@ class Answers:
     def weights(self) -> list[float]:
         return list(self._weights)
 
+    def shares(self, step: int | None = None) -> np.ndarray:
+        """What every source weighs among those that take part: in the step planned last, or, as far as is known, in a later one."""
+        own = {s.name: s.weight for s in self.spec.sources}
+        weights = (None if step is None else self._mixture.foreseen(self._state, step, own)) or self._weights or [0.0] * len(own)
+        wanted = np.where(self._state.active, weights, 0.0)
+        return wanted / (wanted.sum() or 1.0)
+
     @property
     def feedback(self) -> dict[str, int]:
         """What became of reports, since this planner began."""

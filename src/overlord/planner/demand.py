@@ -5,7 +5,7 @@ Loaders of all sources are numbered through; source i's are ``first[i]`` to ``fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,8 +18,9 @@ STRIDE = 4  # groups by which the horizon moves on
 class Demand:
     """Counts what every loader holds and was told to hold; answers with Refills."""
 
-    def __init__(self, loaders: Sequence[int], read_ahead: int):
-        self._loaders, self._read_ahead = list(loaders), read_ahead
+    def __init__(self, loaders: Sequence[int], read_ahead: int, of_source: Mapping[int, int] | None = None):
+        """``of_source``: steps that sources are read ahead which are not read as far ahead as the others."""
+        self._loaders, self._read_ahead, self._of_source = list(loaders), read_ahead, dict(of_source or {})
         self._level = [0] * len(self._loaders)  # samples each source's loaders were last asked to hold
         self._horizon = [-1] * len(self._loaders)  # the last group that they were told to open
         self._number()
@@ -59,7 +60,7 @@ class Demand:
 
     def nudge(self, i: int, lacking: int, behind: Sequence[int]) -> list[Refill]:
         """Ask the loaders that hold the source up, if they have done what they were asked before."""
-        commands = []
+        commands, lacking = [], -(-lacking // self._loaders[i])  # they share it about equally; who still holds the source up is asked again
         for loader in (int(self.first[i]) + k for k in behind):
             if self._held[loader] >= self._must[loader]:
                 self._must[loader] = self._held[loader] + lacking
@@ -78,11 +79,15 @@ class Demand:
         """Keep loaders a few steps ahead. They refill by themselves; they hear only of a level that changed."""
         commands: list[Refill] = []
         for i in np.flatnonzero(counts).tolist():
-            level = int(counts[i]) * self._read_ahead + 1
+            level = int(counts[i]) * self._of_source.get(i, self._read_ahead) + 1
             if level > self._level[i] or 4 * level < self._level[i]:
                 self._level[i] = level
                 commands += [Refill(loader, 0, self._share(i)) for loader in self.of(i)]
         return commands
+
+    def hold(self, i: int, steps: int) -> None:
+        """From the next step on; a level that is less is told when it is much less."""
+        self._of_source[i] = steps
 
     def told(self, loader: int) -> Refill:
         """What a loader was told, for one that is to follow it."""

@@ -17,7 +17,7 @@ from overlord.messages import AddSource, Report, StreamState
 from overlord.planner.events import Event, joined, latest, skipped
 from overlord.planner.feedback import Feedback
 from overlord.planner.schedule import Weights, by_source, plain
-from overlord.planner.schedulebase import has_state
+from overlord.planner.schedulebase import follows_from_step, has_state
 
 Schedule = Callable[[int, Mapping[str, float]], Weights]
 
@@ -86,6 +86,18 @@ class Mixture:
             raise PlanError("; ".join(e.problems), state.step, "mend the schedule") from None
         self._known = (given, here, weights) if change or self._fixed else None
         return weights
+
+    def foreseen(self, state: StreamState, step: int, own: Mapping[str, float]) -> list[float] | None:
+        """The weights of a later step, where they follow from its number and from what was said; else None. Schedules that people wrote
+        are asked once for every step, in order, and so not before their time."""
+        change = latest(state.events, -1, step)
+        if not change and (self._every == "epoch" or not (self._fixed or follows_from_step(self._schedule))):
+            return None
+        try:
+            given = change[0].weights if change else self._schedule if isinstance(self._schedule, Mapping) else self._schedule(step, {})
+            return beside(given, own, joined(state.events), step, as_shares=not change and not self._fixed)
+        except JobError:  # it will be told when the step comes
+            return None
 
     def _lowest_epoch(self, state: StreamState) -> int:
         """Among sources that give samples: one that has left would hold it down for ever."""

@@ -23,6 +23,7 @@ from overlord.messages import (
     Detach,
     Finish,
     Forget,
+    Hold,
     Open,
     Refill,
     Reopen,
@@ -60,7 +61,7 @@ class Planner(Leaving):
         state = state or initial_state(spec)
         self._state = state
         self._streams = [_stream(s, Cursor(*c)) for s, c in zip(spec.sources, state.cursors.tolist(), strict=True)]
-        self._demand = Demand([s.loaders for s in spec.sources], spec.read_ahead)
+        self._demand = Demand([s.loaders for s in spec.sources], spec.read_ahead, spec.ahead_of)
         self._generations = [generation] * len(spec.sources)  # of each source's loaders: one more whenever it is opened again
         draws = spec.batch.microbatches if spec.mix_every == "microbatch" else 1
         self._drawer = Drawer(
@@ -128,6 +129,10 @@ class Planner(Leaving):
                 self._lose(event)
             case Reopen(source=source):
                 return self._reopen(source)
+            case Hold(source=source, steps=steps):
+                self.spec = replace(self.spec, ahead_of={**self.spec.ahead_of, source: steps})
+                self._demand.hold(source, steps)
+                return []
             case Report():
                 self._mixture.report(event)
                 return []
@@ -185,7 +190,7 @@ class Planner(Leaving):
                 self._replay[i] = ages
             if held:
                 commands.append(Forget(tuple(self._demand.of(i))))
-        commands += [Open(loader, cursor, self._generations[i]) for loader in self._demand.of(i)]
+        commands += [Open(loader, cursor, self._generations[i], self._state.step - 1) for loader in self._demand.of(i)]
         ahead = self._demand.reopened(i)
         self._waiting = {}  # a draw that waits asks anew
         return [*commands, *(ahead if self._state.active[i] else ()), *self._plan_ahead()]

@@ -180,6 +180,11 @@ def learns(part: Any) -> bool:
     return has_state(part) if said is None else bool(said)
 
 
+def follows_from_step(part: Any) -> bool:
+    """Whether its weights are a function of the step alone, with nothing of the user's in it: then it may be asked about any step."""
+    return isinstance(part, Base) and not learns(part) and all(follows_from_step(inner) for inner in part.parts().values())
+
+
 def weight_problems(weights: Any) -> list[str]:
     given = dict(weights)
     wrong = [f"mixture: wanted the name of a source, found {name!r}" for name in given if not isinstance(name, str) or not name]

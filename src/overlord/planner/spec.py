@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -52,6 +52,7 @@ class PlannerSpec:
     takes_feedback: bool = False
     prefetch: int = 4
     read_ahead: int = 2  # steps' worth of samples that loaders hold ready beyond the step being drawn
+    ahead_of: Mapping[int, int] = field(default_factory=dict)  # the same for sources whose reads are slow now and then
     look_ahead: int = 1  # a step chooses each source's n samples among its first look_ahead * n
     max_age: int = 8  # steps a sample may be passed over
     prefer: Callable[[int, Buffer], np.ndarray] | None = None  # the schedule's choice among candidates

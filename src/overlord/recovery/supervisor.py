@@ -56,6 +56,13 @@ class CutOff:
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """A part is not needed any more: nobody misses it."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: about a quarter of what a part may be silent."""
 
@@ -108,7 +115,7 @@ class GiveUp:
     error: ActorLost
 
 
-Event = Up | Beat | Died | Needed | CutOff | Tick | Progress | Closing
+Event = Up | Beat | Died | Needed | CutOff | Left | Tick | Progress | Closing
 Command = Start | Kill | GoBack | Join | GiveUp
 
 UP, DYING, DEAD, STARTING = "up", "to be killed", "dead", "being started"
@@ -180,6 +187,10 @@ class Supervisor:
             case CutOff(name=name, reason=reason):
                 part = self._parts.get(name)
                 return self._kill(part, reason) if part is not None and part.state == UP else []
+            case Left(name=name):
+                self._parts.pop(name, None)
+                self._back.pop(name, None)
+                return []
             case Tick():
                 return [command for part in list(self._parts.values()) for command in self._look_at(part, now)]
             case Progress(step=step):

@@ -148,9 +148,12 @@ class Asked(Written):
             "constructors": [row | {"pid": f["pid"]} for f in every.values() for row in f.get("constructors", ())],
             "memory": memory, "hosts": hosts, "files": [f["files"] for f in every.values() if "files" in f],
             "clients": {rank: row for f in every.values() for rank, row in f.get("clients", {}).items()},
-            "recoveries": list(self.recoveries),
+            "recoveries": list(self.recoveries), "scaling": self._scaling_figures(),
             "transfer": {name: {what: f[what] for what in counted if what in f} for name, f in every.items()},
         }  # fmt: skip
+
+    def _scaling_figures(self) -> dict[str, Any]:
+        raise NotImplementedError
 
     def _untold(self, loader: int) -> dict[str, Any]:
         """The row of a loader whose host does not answer, or is lost: nothing may be missing in what people count through."""

@@ -56,9 +56,11 @@ class SourceKit:
     processes: bool  # its transforms hold the interpreter's lock, or are asked to run apart
 
 
-def open_loader(kit: SourceKit, opening: Opening, handles: HandleCache) -> tuple[Loader, SourceReader, TransformWorker | None]:
-    """One logical loader at a place of its source's stream."""
-    o, worker = opening, TransformWorker(kit.pipeline) if kit.processes else None
+def open_loader(
+    kit: SourceKit, opening: Opening, handles: HandleCache, shared: TransformWorker | None = None
+) -> tuple[Loader, SourceReader, TransformWorker | None]:
+    """One logical loader at a place of its source's stream. ``shared``: a worker process that others of the source have too."""
+    o, worker = opening, shared or (TransformWorker(kit.pipeline) if kit.processes else None)
     loader = Loader(
         o.loader, kit.order, epochs=kit.epochs, loader=o.share, loaders=o.shares, cursor=o.cursor, budget_bytes=o.budget_bytes,
         generation=o.generation,

@@ -158,6 +158,15 @@ class Changes:
             raise JobError(["wanted the loader host to move to, as in session.move('web', 'loader-host/1')"], "move")
         self._pump.ask(lambda: self._host.move(self.job.names.index(source), hosts), "the planner")
 
+    def scale(self, source: str, hosts: int) -> bool:
+        """Read a source in so many loader hosts from here on: new ones are started in the background, and take over when they hold what
+        those before them hold. False: it is read so already, or another change is under way. The stream stays what it is."""
+        self._refuse_closed()
+        if source not in self.job.names:
+            raise JobError([f"unknown source {source!r}{did_you_mean(source, self.job.names)}"], "scale")
+        [n] = _steps("scale", [hosts])
+        return bool(self._pump.ask(lambda: self._host.spread(self.job.names.index(source), n), "the planner"))
+
     def kill(self, name: str) -> None:
         """End a process of the job at once, as a crash would. For drills; ``metrics()["actors"]`` lists their names."""
         self._refuse_closed()

@@ -201,6 +201,10 @@ class ConstructorHost(HostActor):
         """The last step that the rank's client took; the planner hears of it when the slowest has."""
         return self._delivery.taken(rank)
 
+    def gauge(self) -> list[tuple[int, float]]:
+        """For scaling: how long the trainer of every rank has waited, in all."""
+        return [(rank, float(row["waited_s"])) for rank, row in self._delivery.figures().items() if rank in self._taken]
+
     def figures(self) -> dict[str, Any]:
         return self._pump.ask(
             lambda: {

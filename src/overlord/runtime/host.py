@@ -223,6 +223,9 @@ class Host(Written):
     def move(self, source: int, hosts: Sequence[str]) -> None:
         raise JobError(["all loaders live in this process; runtime='process' has hosts to move them to"], "move")
 
+    def spread(self, source: int, n: int) -> bool:
+        raise JobError(["all loaders live in this process; runtime='process' has hosts to spread them over"], "scale")
+
     def kill(self, name: str) -> None:
         raise JobError([f"{name!r}: all actors live in this process; with runtime='process' there are others to kill"], "kill")
 

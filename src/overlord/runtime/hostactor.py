@@ -38,6 +38,7 @@ class Settings:
     ring_bytes: int = 2**30
     build_ahead: int = 2
     broadcast: bool = True  # False: every rank fetches its own
+    one_worker: bool = False  # loaders of a source share a worker process: they are more than would run side by side
     narrow: bool = True  # payload travels in as few bytes as its ids need; hooks see the type that the source has
     check: bool = False
     failover: bool = False  # parts that are lost are started anew, and the others go back

@@ -24,6 +24,7 @@ READ_S = 4e-9  # per byte in memory, of a columnar file
 PARSE_S = 2e-8  # per byte of text lines or tar members, decompressed
 TOKENIZE_S = 4e-7  # per byte of text: 2.45 MB per CPU second
 CODE_S = 2e-5  # per row and transform of the user's
+HEAVY_ROW_S = 1e-4  # a row that costs less never needs a second process: ten thousand a second come from one
 ROW_BYTES = 2048  # of a row, where nobody knows how many rows there are
 HANDLES = 3 * 2**20  # bytes of an active source besides its rows: footers, handles, codecs
 
@@ -38,6 +39,7 @@ class SourceLoad:
     memory: int  # bytes of file state and buffers
     max_loaders: int = 1  # more would have nothing to do
     state: int = 0  # of the memory: file state, which every host with a loader of the source holds
+    shares: int = 1  # loaders that it is cut into where it may be scaled: a row may cost much, whatever it weighs now
 
     def __post_init__(self) -> None:
         if not (
@@ -278,10 +280,11 @@ def load_of(
     seconds = row_bytes * (READ_S if index.format in ("parquet", "arrow") else PARSE_S)
     seconds += row_bytes * TOKENIZE_S * kinds.count("tokenize") + CODE_S * sum(t.user_code for t in pipeline.transforms)
     open_chunks = min(shuffle_chunks if source.shuffle else 1, len(index.chunks))
+    may_be_heavy = seconds >= HEAVY_ROW_S or any(t.user_code for t in pipeline.transforms) or "tokenize" in kinds
     window = open_chunks * slice_rows * row_bytes
     return SourceLoad(
         name=source.name, share=share, cost=share * seconds, memory=int(HANDLES + min(2 * window, held or 2 * window)),
-        max_loaders=max(1, open_chunks),
+        max_loaders=max(1, open_chunks), shares=max(1, open_chunks) if may_be_heavy else 1,
     )  # fmt: skip
 
 

@@ -8,9 +8,7 @@ from typing import Any
 from overlord.errors import OverlordError
 
 # Launch options: the value that says what is done today, and what that is.
-OPTIONS: Mapping[str, tuple[Any, str]] = {
-    "autoscale": (False, "the number of loaders stays as it is at launch"),
-}
+OPTIONS: Mapping[str, tuple[Any, str]] = {}
 
 
 def option_problems(options: object) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,10 @@ class LoaderHost(HostActor):
         self._born = settings.born or int(self._machine.now() * 1000)
         self._narrow = settings.narrow
         self._handles = HandleCache(max_open=settings.open_files, max_bytes=settings.open_bytes)
-        self._workers: dict[int, TransformWorker] = {}
+        self._one_worker = settings.one_worker
+        self._workers: dict[int, TransformWorker] = {}  # by source where its loaders share one, else by loader, as a number below 0
+        self._worker_of: dict[int, int] = {}  # which of them every loader has, if any
+        self._awaited: list[tuple[list[int], Future[bool]]] = []  # shadows that are to take over once they hold enough
         self._failover = settings.failover and bool(constructors)  # a client that builds for itself has nobody to go back with
         self._loading = Loading(self._executor, self.run, keeps=self._failover)
         self._done = -1  # the last step whose part was carried out, since the last Back
@@ -114,12 +118,21 @@ class LoaderHost(HostActor):
             self._events.put(("cut", f"{self._kind}/{constructor}", reason, self._where.get(constructor, "")))
 
     def _open(self, opening: Opening) -> None:
-        if (worker := self._workers.pop(opening.loader, None)) is not None:
-            worker.close()
-        loader, reader, worker = open_loader(self._kits[opening.source], opening, self._handles)
+        key = opening.source if self._one_worker else -1 - opening.loader
+        self._worker_of[opening.loader], shared = key, self._workers.get(key)
+        if shared is not None and (not self._one_worker or shared.pid is None):
+            self._workers.pop(key).close()
+            shared = None
+        loader, reader, worker = open_loader(self._kits[opening.source], opening, self._handles, shared)
         if worker is not None:
-            self._workers[opening.loader] = worker
+            self._workers[key] = worker
         self._loading.open(loader, reader)
+
+    def _drop(self, number: int) -> None:
+        self._loading.close(number)
+        key = self._worker_of.pop(number, None)
+        if key is not None and key not in self._worker_of.values() and (worker := self._workers.pop(key, None)) is not None:
+            worker.close()
 
     def _take(self, message: Any) -> None:
         match message:
@@ -131,6 +144,8 @@ class LoaderHost(HostActor):
                 self._open(message)
             case ("follow", Opening() as opening):
                 self._queue.extend(self._loading.follow(opening, self._open))
+            case ("stand", int(step), Opening() as opening):
+                self._queue.extend(self._loading.stand(opening, self._open, step))
             case Forget(loaders=loaders):
                 self._loading.forget(loaders)
             case Refill(must=must):
@@ -138,9 +153,7 @@ class LoaderHost(HostActor):
                     self._events.hurry()
                 self._queue.append(message)
             case ("drop", int(number)):
-                self._loading.close(number)
-                if (worker := self._workers.pop(number, None)) is not None:
-                    worker.close()
+                self._drop(number)
             case ("constructor", int(rank), str(address), str(token)):
                 self._reach(rank, address, token)
             case ("leave", int(rank)):
@@ -185,6 +198,26 @@ class LoaderHost(HostActor):
         if part.to:
             size = max(1, sum(p.nbytes for p in pieces))
             self._executor.submit("send", lambda: self._send(part, pieces), self._sent(part.step), size=size, urgent=True)
+
+    def caught_up(self, loaders: list[int]) -> Future[bool]:
+        """Answered when these loaders hold as much as they were told to: then one of them that follows can take over."""
+        answer = Future[bool]()
+        self._pump.post(lambda: self._awaited.append((loaders, answer)))
+        return answer
+
+    def gauge(self) -> Future[list[tuple[int, bool, float, int, float, float]]]:
+        """For scaling: of every loader whether it is a shadow, seconds it worked and samples it made in all, a usual and a slow read."""
+        answer = Future[list[tuple[int, bool, float, int, float, float]]]()
+        self._pump.post(lambda: answer.set_result(self._loading.gauge()))
+        return answer
+
+    def _after_turn(self) -> float | None:
+        if self._awaited:
+            over = [(loaders, answer) for loaders, answer in self._awaited if self._loading.full(loaders)]
+            self._awaited = [waits for waits in self._awaited if waits not in over]
+            for _, answer in over:
+                answer.set_result(True)
+        return super()._after_turn()
 
     def _send(self, part: Part, popped: list[Content]) -> int:
         """Payload into shared memory, one message for each constructor host. Returns the bytes sent, counted for each."""

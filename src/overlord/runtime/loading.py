@@ -171,6 +171,14 @@ class Loading:
         step = self._step if hosted is None or hosted.loader.generation < self.generation else hosted.last  # its source was opened again
         return self._stand(opening, open, step, shadow=True)
 
+    def stand(self, opening: Opening, open: Callable[[Opening], None], step: int) -> list[Any]:
+        """Be this loader from a place on, behind a step: what it holds, or held as a shadow, stays; else it is opened there."""
+        return self._stand(opening, open, step, shadow=False)
+
+    def full(self, loaders: Iterable[int]) -> bool:
+        """Whether all these hold as much as they were told to."""
+        return all(self.hosted[number].loader.full for number in loaders if number in self.hosted)
+
     def pop_shadows(self, step: int, pops: Mapping[int, int]) -> tuple[dict[int, int], list[Any]]:
         """What a step takes from loaders that are shadows here leaves them and goes nowhere. Returns the other pops, and what they want."""
         commands: list[Any] = []
@@ -279,6 +287,11 @@ class Loading:
             "kept": sum(h.shelf.kept_bytes for h in primary),
             "shadows": sum(h.nbytes for h in self.hosted.values() if h.shadow),
         }
+
+    def gauge(self) -> list[tuple[int, bool, float, int, float, float]]:
+        """What each loader has done and how long its reads take, in short: scaling asks for it all the time."""
+        stats = ((number, h.shadow, h.reader.stats) for number, h in self.hosted.items())
+        return [(number, shadow, s.read_s + s.transform_s, s.samples, *s.latency) for number, shadow, s in stats]
 
     def figures(self) -> list[dict[str, Any]]:
         """What each loader does and has cost, as plain values."""

@@ -17,6 +17,8 @@ from overlord.runtime.starting import SIDE_BY_SIDE
 
 log = logging.getLogger("overlord")
 
+SCALED = 10_000  # hosts that scaling started are numbered from here on: others are counted where the job was launched
+
 
 class Joining(Recovering):
     """In the pump, but for what is prepared."""
@@ -26,7 +28,8 @@ class Joining(Recovering):
 
     def prepare_source(self, blueprint: Blueprint) -> int:
         """A host of its own for a source that joins: code crosses only when a process starts. Returns its number."""
-        i, h = len(blueprint.job.sources) - 1, max(self._kits) + 1  # a number is used once: one that was dropped counts as lost
+        # A number is used once: one that was dropped counts as lost.
+        i, h = len(blueprint.job.sources) - 1, max(h for h in self._kits if h < SCALED) + 1
         before, self.blueprint = self.blueprint, blueprint.with_loaders((*self.hosting.loaders, blueprint.loaders_of(i)), SIDE_BY_SIDE)
         try:
             self._start_loader_host(h, [i], self.blueprint.openings(i, Cursor()), joined=False)
@@ -74,7 +77,7 @@ class Joining(Recovering):
         if of_kind(self.blueprint.job.hooks, LOADER) and len(set(hosts)) > 1:
             raise JobError([f"a loader hook is shown all that a step takes from {name!r}: its loaders stay on one host"], "move")
         first = sum(self.hosting.loaders[:source])
-        self._moves = {first + k: known[hosts[k % len(hosts)]] for k in range(self.hosting.loaders[source])}
+        self._moves |= {first + k: known[hosts[k % len(hosts)]] for k in range(self.hosting.loaders[source])}
         self.run(self.planner.handle(Reopen(source)))
 
     def _open(self, command: Open) -> None:
@@ -84,8 +87,11 @@ class Joining(Recovering):
             self._cutter.move(loader, host)
         source = self._source(loader)
         opening = self.blueprint.openings(source, command.cursor)[loader - sum(self.hosting.loaders[:source])]
-        self._loaders[host].out.append(replace(opening, generation=command.generation))
+        opening = replace(opening, generation=command.generation)
+        # What it holds stays, unless samples were passed over: those are gone with what was held of them.
+        afresh = self.planner.holds_over or not self.fails_over
+        self._loaders[host].out.append(opening if afresh else ("stand", command.step, opening))
         if self._shadows.where.get(loader) == host:  # it moved to where it was followed
             self._shadows.drop(loader)
             self._fill_shadows()
-        self._follow({loader: replace(opening, generation=command.generation)})
+        self._follow({loader: opening})

@@ -16,6 +16,7 @@ from overlord.hooks import CONSTRUCTOR, of_kind
 from overlord.job import Job, did_you_mean
 from overlord.planner.schedulebase import learns
 from overlord.runtime import later
+from overlord.scaling.scaler import Limits
 
 _HOST_PORT = re.compile(r".+:[0-9]{1,5}")
 CORES_PER_CONSTRUCTOR = 16  # one builds a hundred million tokens a second; with several, loaders must sort payload by host
@@ -57,7 +58,7 @@ class Options:
     rank_nodes: Sequence[str] | None = None  # of the cluster, by rank: name, address or id; constructors and loaders go there first
     sidecar: float = 0.5  # of the idle cores of those nodes, for loaders; beyond it they go to nodes without ranks
     partition: str | None = "auto"  # loaders by what sources cost, as measured; "off" or None: by what their index says
-    autoscale: bool = False  # another value is still to come
+    autoscale: bool | Mapping[str, Any] = False  # hosts for a source as it needs them; a mapping: True, with other limits (scaling.Limits)
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Options:
@@ -95,7 +96,7 @@ class Options:
             found.append(f"on_stall: wanted a function of (what is waited for, seconds), found {self.on_stall!r}")
         if self.progress is not None and not callable(self.progress):
             found.append(f"progress: wanted a function of (sources indexed, of how many), found {self.progress!r}")
-        found += self._loader_problems(job)
+        found += self._loader_problems(job) + self._scaling_problems()
         return found or self._lag_problems(job)
 
     def _loader_problems(self, job: Job) -> list[str]:
@@ -106,6 +107,20 @@ class Options:
         found = [f"loaders: unknown source {name!r}{did_you_mean(name, job.names)}" for name in self.loaders if name not in job.names]
         wrong = {name: n for name, n in self.loaders.items() if name in job.names and (not _is_int(n) or n < 1)}
         return found + [f"loaders: wanted a whole number of at least 1 for {name!r}, found {n!r}" for name, n in wrong.items()]
+
+    def _scaling_problems(self) -> list[str]:
+        if isinstance(self.autoscale, bool):
+            return []
+        known = [f.name for f in fields(Limits)]
+        if not isinstance(self.autoscale, Mapping):
+            return [f"autoscale: wanted True, False, or limits by name, found {self.autoscale!r}"]
+        if unknown := [name for name in self.autoscale if name not in known]:
+            return [f"autoscale: unknown limit {name!r}{did_you_mean(str(name), known)}" for name in unknown]
+        try:
+            Limits(**{"cores": 1, **self.autoscale})
+        except (TypeError, ValueError) as problem:
+            return [f"autoscale: {problem}"]
+        return []
 
     def _failover_problems(self, job: Job) -> list[str]:
         found = [] if isinstance(self.failover, bool) else [f"failover: wanted True or False, found {self.failover!r}"]

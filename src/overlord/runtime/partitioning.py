@@ -16,8 +16,10 @@ from overlord.runtime.bootstrap import READ_AHEAD, Blueprint
 from overlord.runtime.hosting import Hosting, SourceLoad, load_of, plan_hosts, row_tokens
 from overlord.runtime.options import Options, n_cores, n_workers
 from overlord.runtime.profiles import known, path_of, quick, save
+from overlord.runtime.starting import scales
 from overlord.scaling.partition import Limits, Partition, Resources, partition
 from overlord.scaling.profile import SourceProfile
+from overlord.scaling.sharing import widened
 
 log = logging.getLogger("overlord")
 
@@ -130,16 +132,29 @@ def partition_of(
 
 
 def hosting_of(blueprint: Blueprint) -> Hosting:
-    """Loaders and loader hosts of a job."""
-    job, options = blueprint.job, blueprint.options
-    if options.partition != "auto":
-        return plan_hosts(
-            loads_of(blueprint), cores=options.hosts or n_cores(), sources_per_host=options.sources_per_host, loaders=options.loaders,
-            together=bool(of_kind(job.hooks, LOADER)),
-        )  # fmt: skip
-    made = partition_of(blueprint, memory_bytes=None if options.address is not None else _memory())
+    """Loaders and loader hosts of a job; where it is scaled, with as many loaders as its sources could ever use."""
+    options = blueprint.options
+    hosting = _partitioned(blueprint) if options.partition == "auto" else _guessed(blueprint)
+    if not scales(blueprint):
+        return hosting
+    named, cores = options.loaders or {}, options.hosts or n_cores()
+    shares = [1 if load.name in named else min(load.shares, cores) for load in loads_of(blueprint)]
+    loaders, host_of = widened(hosting.loaders, hosting.host_of, shares)
+    return replace(hosting, loaders=loaders, host_of=host_of)
+
+
+def _guessed(blueprint: Blueprint) -> Hosting:
+    options = blueprint.options
+    return plan_hosts(
+        loads_of(blueprint), cores=options.hosts or n_cores(), sources_per_host=options.sources_per_host, loaders=options.loaders,
+        together=bool(of_kind(blueprint.job.hooks, LOADER)),
+    )  # fmt: skip
+
+
+def _partitioned(blueprint: Blueprint) -> Hosting:
+    made = partition_of(blueprint, memory_bytes=None if blueprint.options.address is not None else _memory())
     if not made.fits:
-        log.warning("job %r: %s; it runs with the fewest hosts", job.name, made.shortfall(0.0))
+        log.warning("job %r: %s; it runs with the fewest hosts", blueprint.job.name, made.shortfall(0.0))
     return made.hosting
 
 

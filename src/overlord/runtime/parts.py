@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -296,7 +297,12 @@ class Parts:
             case ("constructor", int(ticket), int(c)):
                 self._start(planner, ticket, lambda: self.recipes.constructor(c))
             case ("loader-host", int(ticket), int(h), list(sources), list(openings), dict(constructors)):
+                self.kits.setdefault(h, tuple(sources))  # one that is new: a planner that comes later takes it over
                 self._start(planner, ticket, lambda: self.recipes.loader_host(h, sources, openings, constructors))
+            case ("hosting", list(host_of)):  # here, and not where others hear: hosts that are not named any more may end next
+                self.hosting = replace(self.hosting, host_of=tuple(host_of))
+            case ("ended", int(h)):
+                self._end_host(h)
             case ("meet", int(ticket), str(name)):
                 self._start(planner, ticket, lambda: self._living(name))
             case ("kill", int(ticket), str(name)) if self._tickets.get(name) == ticket:
@@ -356,6 +362,15 @@ class Parts:
         if (host := self.hosts.get(name)) is not None:
             with contextlib.suppress(OverlordError):
                 self.control.kill(host)
+
+    def _end_host(self, h: int) -> None:
+        """Nobody misses it."""
+        self.kits.pop(h, None)
+        with self._lock:
+            host = self.hosts.pop(f"loader-host/{h}", None)
+        if host is not None:
+            with contextlib.suppress(OverlordError):
+                self.recipes.end(h, host)
 
     def _cut_off(self, name: str, why: str) -> None:
         """The planner has lost its link to a host: nearly always because the host died, which is told by itself."""

@@ -98,7 +98,7 @@ class PlannerKit:
 
     def hosting_of(self, n: int) -> Hosting:
         """Of so many sources: the last may have joined when a planner was lost, and then the launching process was not told."""
-        hosting, host_of = self.hosting, {sources: h for h, sources in self.kits}
+        hosting, host_of = self.hosting, {sources: h for h, sources in sorted(self.kits, reverse=True)}  # scaled ones have higher numbers
         for i in range(len(hosting.loaders), n):
             loaders = self.blueprint.specs[i].loaders
             hosting = replace(

@@ -162,8 +162,6 @@ class PlannedEngine:
                 self.recoveries.append(row)
             case ("finish", (Finish() | None) as finish):
                 self.planner.finished = finish
-            case ("hosting", list(host_of)):
-                self._parts.hosting = replace(self._parts.hosting, host_of=tuple(host_of))
             case ("over", Exception() as error):
                 self._end_all(error)
             case _:
@@ -323,6 +321,9 @@ class PlannedEngine:
 
     def move(self, source: int, hosts: Sequence[str]) -> None:
         self._parts.ask("move", source, list(hosts))
+
+    def spread(self, source: int, n: int) -> bool:
+        return bool(self._parts.ask("spread", source, n))
 
     # what people ask
 

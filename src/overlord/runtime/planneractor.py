@@ -267,6 +267,9 @@ class PlannerActor:
     def move(self, source: int, hosts: list[str]) -> Future[None]:
         return self._in_pump(lambda: self._host.move(source, hosts))
 
+    def spread(self, source: int, n: int) -> Future[bool]:
+        return self._in_pump(lambda: self._host.spread(source, n))
+
     # what people ask
 
     def waiting_for(self, rank: int) -> str | Future[str]:

@@ -20,10 +20,12 @@ from overlord.runtime.control import Handle
 from overlord.runtime.hosting import Hosting
 from overlord.runtime.local import Pump
 from overlord.runtime.machine import Machine
+from overlord.runtime.moving import SCALED
 from overlord.runtime.peers import Peers
 from overlord.runtime.plankit import PlannerKit
 from overlord.runtime.process import ProcessHost
 from overlord.runtime.recovering import START_S
+from overlord.runtime.spreading import PER_PLANNER
 
 TAKEN_S = 5.0  # for a constructor host to say what its clients took; else only what is written counts
 TRIES = 3  # of taking over a host: it may die meanwhile
@@ -48,6 +50,9 @@ class Asking:
         handle, ticket = self._peers.expect(f"loader-host/{h}")
         self._say("loader-host", ticket, h, sorted(sources), list(openings), dict(constructors))
         return handle
+
+    def end(self, h: int, handle: Handle) -> None:
+        self._say("ended", h)
 
     def living(self, name: str) -> Handle:
         """One that was started for another planner, or before this one wanted it."""
@@ -155,8 +160,11 @@ class PlannerHost(ProcessHost):
         found = self._have({f"loader-host/{h}": lambda args=args: self._asking.loader_host(*args) for h, args in hs.items()})  # type: ignore[misc]
         for h, (remote, figures) in zip(hs, found.values(), strict=True):
             self._loaders[h], self._had[h] = remote, {row["loader"] for row in figures["loaders"]}
+        for loader in (k for k, h in enumerate(self._cutter.hosts().tolist()) if h not in self._loaders):  # it ended, and nobody was told
+            self._cutter.move(loader, min(h for h in self._loaders if self._source(loader) in self._kits[h]))
         self.past = Past(self.planner.state(), self.blueprint.job.feedback_lag, self._found.planned)
         self._base = self._kit.incarnation * PLANNERS
+        self._plan_spreading(SCALED + self._kit.incarnation * PER_PLANNER)
         for rank in self._kit.attached:
             self._attached.add(rank)
             self._served[self._bucket_of[rank]] += 1
@@ -191,6 +199,7 @@ class PlannerHost(ProcessHost):
         for h, had in self._had.items():  # some moved since, or were followed there
             follows = {loader for loader, where in self._shadows.where.items() if where == h}
             self._loaders[h].out += [("drop", loader) for loader in sorted(had - {*self._loaders_on(h)} - follows)]
+        self._leave_idle(h for h in self._loaders if h >= SCALED)
         self.run()
 
     # a source that joins

@@ -45,9 +45,9 @@ from overlord.runtime.host import KeptPlans
 from overlord.runtime.inside import InsideBox
 from overlord.runtime.local import Pump
 from overlord.runtime.machine import Machine
-from overlord.runtime.moving import Joining
 from overlord.runtime.partitioning import hosting_of
 from overlord.runtime.recovering import START_S
+from overlord.runtime.scaling import Scaling
 from overlord.runtime.sendable import sendable
 from overlord.runtime.starting import Recipes, Starter, n_constructors, read_ahead_of, settings_of
 
@@ -56,7 +56,7 @@ log = logging.getLogger("overlord")
 TAKEN_S = 2.0  # for a constructor host to say how far a rank is
 
 
-class ProcessHost(Joining):
+class ProcessHost(Scaling):
     """A planner, and remote loaders and constructors."""
 
     def __init__(
@@ -77,6 +77,8 @@ class ProcessHost(Joining):
         self.fails_over = blueprint.options.failover and blueprint.options.constructors
         self._control, self._pump, self._number = control, pump, generation
         self._keep_past(blueprint)
+        self._plan_spreading()
+        self._plan_scaling()
         self._token = secrets.token_urlsafe(24) if starter is None else starter.token
         self.plans = KeptPlans()
         self.on_stage: list[Callable[[Stage], None]] = []
@@ -104,6 +106,7 @@ class ProcessHost(Joining):
         try:
             self._spawn()
             self._watch_all()
+            self._start_scaling()
         except BaseException:
             self.close()
             raise
@@ -329,6 +332,7 @@ class ProcessHost(Joining):
                 self._queue.extend(self.planner.handle(command))
                 if isinstance(command, Consumed):
                     self._progress()
+                    self._end_idle()
             case Stage():
                 self._stage(command)
             case Finish():
@@ -384,6 +388,7 @@ class ProcessHost(Joining):
     def close(self) -> None:
         self._closed = True
         self._close_past()
+        self._stop_looking()
         self._control.shutdown(1.0)
 
     def check(self) -> None:

@@ -125,6 +125,7 @@ class Questions:
             "transfer": figures.get("transfer", {}),
             "recoveries": figures.get("recoveries", []),
             "shadows": figures.get("shadows", []),
+            "scaling": figures.get("scaling", {}),
             "journal": figures.get("journal") or self._host.journal.figures(),
         }
 

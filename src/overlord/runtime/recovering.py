@@ -258,6 +258,9 @@ class Recovering(Shadowing):
     def _openings(self, state: StreamState) -> list[Opening]:
         raise NotImplementedError
 
+    def _settle_change(self, dead: Sequence[int]) -> None:
+        raise NotImplementedError
+
     def go_back(self, reason: str) -> None:
         """Plan again behind the last step that every rank has taken; all hosts hear of it before anything that follows from it."""
         assert not self._running, "a planner is not replaced while its commands are carried out"
@@ -271,6 +274,7 @@ class Recovering(Shadowing):
         new = self._planner_at(state)
         self._cutter.go_back(self._base)
         self._promote(dead)
+        self._settle_change(dead)
         if not any(self._loaders[h].lost for h in dead):  # else who is being started is to have them
             self._fill_shadows()
         self._moves = {}

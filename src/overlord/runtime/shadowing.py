@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -81,7 +82,11 @@ class Shadowing(Asked):
     def _follow_from_here(self, loaders: Collection[int]) -> None:
         """In mid-run, from the step that is planned next."""
         for loader in loaders:
-            cursor, generation, refill = self.planner.opening(loader)
-            source = self._source(loader)
-            opening = self.blueprint.openings(source, cursor)[loader - sum(self.hosting.loaders[:source])]
-            self._loaders[self._shadows.where[loader]].out += [("follow", replace(opening, generation=generation)), refill]
+            self._loaders[self._shadows.where[loader]].out += self._following(loader)
+
+    def _following(self, loader: int) -> list[Any]:
+        """What a host is told that is to follow a loader from here on."""
+        cursor, generation, refill = self.planner.opening(loader)
+        source = self._source(loader)
+        opening = self.blueprint.openings(source, cursor)[loader - sum(self.hosting.loaders[:source])]
+        return [("follow", replace(opening, generation=generation)), refill]

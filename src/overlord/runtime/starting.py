@@ -20,11 +20,18 @@ from overlord.runtime.hostactor import Settings
 from overlord.runtime.hosting import Hosting
 from overlord.runtime.loaderhost import LoaderHost
 from overlord.runtime.machine import Machine
-from overlord.runtime.options import CORES_PER_CONSTRUCTOR, n_cores, ring_bytes
+from overlord.runtime.options import CORES_PER_CONSTRUCTOR, Options, n_cores, ring_bytes
 from overlord.runtime.placing import Layout, Node, choose
 from overlord.runtime.sendable import sendable
 
 SIDE_BY_SIDE = 8  # steps, where several hosts read: they are not equally fast at every step
+
+
+def scales(blueprint: Blueprint) -> bool:
+    """Whether sources get more processes, and fewer, as the mixture and the pace of trainers change. A loader hook is shown all that a
+    step takes from a source, so there its loaders stay together; without failover nothing is kept that a loader could be moved with."""
+    options = blueprint.options
+    return bool(options.autoscale) and options.constructors and options.failover and not of_kind(blueprint.job.hooks, LOADER)
 
 
 def n_constructors(blueprint: Blueprint) -> int:
@@ -38,14 +45,21 @@ def read_ahead_of(hosting: Hosting) -> int:
     return SIDE_BY_SIDE if hosting.n_hosts > 1 else READ_AHEAD
 
 
+def lanes_of(options: Options, hosting: Hosting) -> int:
+    """Threads of every loader host."""
+    if hosting.threads and options.workers is None:
+        return hosting.threads
+    return max(1, (options.workers or n_cores()) // hosting.n_hosts)
+
+
 def settings_of(blueprint: Blueprint, hosting: Hosting, token: str, generation: int, machine: Machine | None = None) -> Settings:
     """What all hosts are told when they are started."""
     options = blueprint.options
-    threads = hosting.threads if hosting.threads and options.workers is None else (options.workers or n_cores()) // hosting.n_hosts
     return Settings(
-        name=blueprint.job.name, token=token, generation=generation, workers=max(1, threads),
+        name=blueprint.job.name, token=token, generation=generation, workers=lanes_of(options, hosting),
         open_files=max(1, options.open_files // hosting.n_hosts), open_bytes=max(1, options.open_bytes // hosting.n_hosts),
-        ring_bytes=ring_bytes(options), check=options.check, build_ahead=options.build_ahead or BUILD_AHEAD, broadcast=options.broadcast,
+        ring_bytes=ring_bytes(options), check=options.check, one_worker=scales(blueprint),
+        build_ahead=options.build_ahead or BUILD_AHEAD, broadcast=options.broadcast,
         failover=options.failover and options.constructors, narrow=not of_kind(blueprint.job.hooks, CONSTRUCTOR),
         machine=machine or Machine(),
     )  # fmt: skip
@@ -65,6 +79,7 @@ class Starter(Protocol):
 
     def constructor(self, c: int) -> Handle: ...
     def loader_host(self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str]) -> Handle: ...
+    def end(self, h: int, handle: Handle) -> None: ...  # a loader host that is not needed any more; it may wait
 
 
 class Recipes:
@@ -96,6 +111,10 @@ class Recipes:
             LoaderHost, h, replace(self._settings, born=next(self._born)), kits, openings, constructors, of_kind(job.hooks, LOADER),
             job.seed, name=f"loader-host/{h}", node=self._node(f"loader-host/{h}"),
         )  # fmt: skip
+
+    def end(self, h: int, handle: Handle) -> None:
+        self._placed.pop(handle.name, None)
+        self._control.kill(handle)
 
     def _node(self, name: str) -> str | None:
         """Where a host goes, on a cluster; one that is started again stays, if its node is there."""

@@ -1,1 +1,2 @@
-"""How many loaders a source needs, and where: profiles of sources, and what is decided from them. Pure."""
+"""How many loaders a source needs, which process reads what, and when that changes: profiles, partition, scaling. Pure: nothing here
+starts anything."""

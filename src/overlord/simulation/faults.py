@@ -19,6 +19,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "restart": ("trainer", "job"),
     "rewind": ("job",),
     "reshard": ("job",),  # trainers stop behind a step and go on as another mesh: ranks leave, ranks join
+    "scale": ("job",),  # a source is read in more hosts, or in fewer, from here on
     "leave": ("trainer",),
     "slow trainer": ("trainer",),
 }
@@ -43,7 +44,7 @@ class Fault:
         return f"behind step {self.step} + {self.after_s * 1000:.0f} ms: {self.kind}, {self.role} {self.which}{lasts}"
 
 
-DRAWN_APART = ("reshard",)  # with what overlaps; so that seeds which failed before there were such faults draw what they drew then
+DRAWN_APART = ("reshard", "scale")  # with what overlaps; so that seeds which failed before there were such faults draw what they drew then
 
 
 def draw_faults(r: random.Random, steps: int, *, journal: bool) -> tuple[Fault, ...]:
@@ -59,6 +60,18 @@ def draw_faults(r: random.Random, steps: int, *, journal: bool) -> tuple[Fault, 
 def draw_reshards(r: random.Random, steps: int, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
     """The script with one to three changes of the mesh among its faults."""
     more = [_fault(r, ("reshard", "job"), r.randint(0, steps * 2 // 3)) for _ in range(r.choice((1, 1, 2, 3)))]
+    return tuple(sorted((*faults, *more), key=lambda fault: fault.step))
+
+
+def draw_scales(r: random.Random, steps: int, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
+    """The script with one to four changes of how many hosts read a source; some hosts die while they take over."""
+    more = []
+    for step in (r.randint(0, steps * 2 // 3) for _ in range(r.choice((1, 2, 3, 4)))):
+        more.append(_fault(r, ("scale", "job"), step))
+        if r.random() < 0.4:
+            kill = _fault(r, ("kill", "loader"), step)
+            which = r.choice((kill.which, -1))  # the last is the newest, if there is one
+            more.append(replace(kill, after_s=r.random() * 0.15, which=which))
     return tuple(sorted((*faults, *more), key=lambda fault: fault.step))
 
 

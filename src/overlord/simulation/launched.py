@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from overlord.errors import ActorLost, DataStall, OverlordError
-from overlord.messages import Report, StreamState
+from overlord.messages import Opening, Report, StreamState
 from overlord.planner.events import Log
 from overlord.planner.feedback import checked
 from overlord.recovery.replay import Recovered
@@ -39,6 +40,16 @@ log = logging.getLogger("overlord")
 class Living(Recipes):
     """Starts hosts for a planner, and finds those that live for the one that comes after it."""
 
+    kits: dict[int, tuple[int, ...]]  # what loader hosts can open, for the planner that comes next
+
+    def loader_host(self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str]) -> Handle:
+        self.kits.setdefault(h, tuple(sources))
+        return super().loader_host(h, sources, openings, constructors)
+
+    def end(self, h: int, handle: Handle) -> None:
+        self.kits.pop(h, None)
+        super().end(h, handle)
+
     def living(self, name: str) -> Handle:
         assert isinstance(self._control, SimControl)
         return self._control.adopt(name)
@@ -56,6 +67,7 @@ class Launched:
         self.said: dict[tuple[int, int], Report] = {}
         self.incarnation, self.over = -1, False
         self.blueprint, self.hosting = cluster.blueprint, hosting_of(cluster.blueprint)
+        self.kits = {h: tuple(range(len(cluster.blueprint.job.sources))) for h in range(self.hosting.n_hosts)}
         self.constructor_of = (np.arange(cluster.mesh[0]) % n_constructors(cluster.blueprint)).tolist()
         self._bucket_of = {rank: b for b, ranks in enumerate(cluster.blueprint.job.place.buckets("DP")) for rank in ranks}
         self.token = secrets.token_urlsafe(24)
@@ -158,10 +170,11 @@ class Launched:
         blueprint = blueprint.with_loaders(self.hosting.loaders, read_ahead_of(self.hosting))
         settings = settings_of(blueprint, self.hosting, self.token, self.session)
         starter = Living(self.control, lambda: blueprint, settings, self.hosting, self.constructor_of)
+        starter.kits = self.kits
         kit = PlannerKit(
             blueprint=PlannerBlueprint(blueprint), state=state, hosting=self.hosting, token=self.token, session=self.session,
             incarnation=self.incarnation, reason=reason, constructor_of=tuple(self.constructor_of), living=tuple(self.family.living()),
-            kits=tuple((h, tuple(range(len(blueprint.job.sources)))) for h in range(self.hosting.n_hosts)),
+            kits=tuple(self.kits.items()),
             attached=tuple(self.cluster.ranks) if self.incarnation else (),
         )  # fmt: skip
         return PlannerHost(kit, self.control, self.pump, starter, found, machine=self.machine)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from overlord.job import Batch, Job, Source
 from overlord.placetree import ClientPlaceTree
 from overlord.planner.odm import odm
 from overlord.planner.schedules import staged
-from overlord.simulation.faults import Fault, draw_faults, draw_overlaps, draw_reshards
+from overlord.simulation.faults import Fault, draw_faults, draw_overlaps, draw_reshards, draw_scales
 from overlord.transforms.base import Tokens
 
 STEPS = 30
@@ -31,8 +31,8 @@ MESHES = (
     (1, 2, 1, 2),
 )  # dp, cp, tp, pp
 Mesh = tuple[int, int, int, int]
-RESHARDS, OVERLAPS = 0.3, 0.5  # how many seeds have such faults, of those that can
-SALT = 17  # with it seeds that failed before there were such faults have none of them
+RESHARDS, OVERLAPS, SCALES = 0.3, 0.5, 0.4  # how many seeds have such faults, of those that can
+SALT, SCALE_SALT = 17, 363  # with it seeds that failed before there were such faults have none of them
 STRATEGIES = ("vanilla", "packed", "llm_balance", "backbone_balance")
 
 
@@ -183,6 +183,9 @@ def _with_more(scenario: Scenario, holes: bool) -> tuple[Fault, ...]:
         faults = draw_overlaps(r, STEPS, faults)
     if reshards and not scenario.learns and not holes:  # there other ranks report other things, or what is left over depends on the mesh
         faults = draw_reshards(r, STEPS, faults)
+    r = random.Random(scenario.seed * 2246822519 + SCALE_SALT)
+    if r.random() < SCALES and max(scenario.options["loaders"].values()) > 1:
+        faults = draw_scales(r, STEPS, faults)
     return faults
 
 

@@ -91,7 +91,11 @@ class Script:
         if role == "planner":
             return [launched.planner] if launched.host is not None and launched.planner.alive else []
         control = launched.control
-        return [p for name, p in sorted(control.processes().items()) if name.startswith(PREFIX[role]) and p.alive]
+        return [
+            p
+            for name, p in sorted(control.processes().items(), key=lambda found: (len(found[0]), found[0]))
+            if name.startswith(PREFIX[role]) and p.alive
+        ]
 
     def _target(self, fault: Fault, struck: Callable[[Process], bool] = lambda process: False) -> Process | None:
         """One of the role; one that is not ``struck`` already, where there is such a one."""
@@ -196,6 +200,21 @@ class Script:
 
     def _reshard(self, fault: Fault) -> bool:
         return self._cluster.reshard(fault.which)
+
+    def _scale(self, fault: Fault) -> bool:
+        """A source that has several loaders, and how many hosts are to read it from here on."""
+        launched = self._cluster.launched
+        if (host := launched.host) is None:
+            return False
+        several = [i for i, n in enumerate(host.hosting.loaders) if n > 1]
+        source = several[fault.which % len(several)]
+        n = 1 + (len(host.hosts_of(source)) + fault.which // len(several)) % host.hosting.loaders[source]
+
+        def act() -> None:
+            host.spread(source, n)
+
+        launched.pump.post(act)
+        return True
 
     def _leave(self, fault: Fault) -> bool:
         ranks = self._cluster.ranks

@@ -1,0 +1,295 @@
+"""Loader processes over time while the mixture shifts to a heavy source and back: provisioned for the worst case, for the average, and
+scaled by need (the Overlord paper, arXiv 2504.09844, section 5.2).
+
+    python benchmarks/autoscale.py [--hosts N] [--seconds 60] [--step-s 0.25] [--quick] [--save]
+
+Four sources whose transforms cost about 1x (tokenize), 4x (decode a JPEG), 75x and 300x (decode and augment). What they cost on this
+machine is measured first, in CPU time, and the batch is chosen so that the heavy stage keeps 60 % of ``--hosts`` processes busy (default:
+as many as there are cores). A loader process has one thread. The trainer takes a fixed time for a step; what it waits for the next
+one is starvation. Every run must deliver the same plans. Loader-seconds are the sum over loader processes of the time each was there.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer
+
+import overlord as ov
+from augment import augmented, decoded, write_jpegs, write_texts
+from overlord.hashing import digest
+from overlord.observe.svg import Line, lines, series_color
+from page import command_line, machine, markdown_table, progress, save, shown_table, wide_console
+
+LIGHT = {"text": 0.93, "thumbs": 0.05, "photos": 0.018, "scenes": 0.002}
+HEAVY = {"text": 0.55, "thumbs": 0.20, "photos": 0.15, "scenes": 0.10}
+STAGES = (0.45, 0.65)  # of the run: the heavy stage is between
+BUSY, TARGET = 0.6, 0.7  # of all hosts in the heavy stage; of a host that is provisioned by hand
+SIDES = {"thumbs": 320, "photos": 330, "scenes": 660}  # pixels
+CHUNKS = 16  # open together: as many loaders as a source may have
+HEAD = [
+    "run",
+    "loader processes",
+    "loader-seconds",
+    "of worst case",
+    "trainer waited s",
+    "share of the heavy stage",
+    "longest wait s",
+    "plans",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all runs share."""
+
+    folder: Path
+    hosts: int
+    steps: int
+    step_s: float
+    costs: Mapping[str, float]  # seconds a sample
+    samples: int
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        first, second = (int(self.steps * s) for s in STAGES)
+        return first, second
+
+    def lanes(self, mixture: Mapping[str, float]) -> dict[str, float]:
+        """Busy processes that each source takes at full pace."""
+        return {name: self.samples * share * self.costs[name] / self.step_s for name, share in mixture.items()}
+
+    def job(self) -> ov.Job:
+        first, second = self.stages
+        return make_job(self.folder, self.samples, ov.schedule.staged({0: LIGHT, first: HEAVY, second: LIGHT}))
+
+
+@dataclass(slots=True)
+class Outcome:
+    name: str
+    waits: list[float] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)  # seconds since the first step was asked for
+    seen: list[tuple[float, int]] = field(default_factory=list)  # when, loader processes
+    plans: str = ""
+    decisions: list[str] = field(default_factory=list)
+
+    @property
+    def loader_seconds(self) -> float:
+        return math.fsum(n * (b - a) for (a, n), (b, _) in zip(self.seen, self.seen[1:], strict=False))
+
+    def waited(self, first: int = 1, stop: int | None = None) -> float:
+        return math.fsum(self.waits[first:stop])
+
+
+def make_data(folder: Path) -> None:
+    if (folder / "done").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    write_texts(str(folder / "text.parquet"), str(folder / "tokenizer.json"), rows=4096, words=150, seed=1)
+    for k, (name, side) in enumerate(SIDES.items()):
+        write_jpegs(str(folder / f"{name}.parquet"), rows=2 * CHUNKS * 4, side=side, seed=2 + k)
+    (folder / "done").touch()
+
+
+def make_job(folder: Path, samples: int, mixture: Any) -> ov.Job:
+    tokenize = ov.Tokenize(str(folder / "tokenizer.json"), text="text")
+    heavy = {"thumbs": decoded, "photos": augmented, "scenes": augmented}
+    sources = [ov.Source("text", str(folder / "text.parquet"), transforms=[tokenize])]
+    sources += [
+        ov.Source(name, str(folder / f"{name}.parquet"), transforms=[ov.Map(fn, rows=True), ov.Tokens("tokens")])
+        for name, fn in heavy.items()
+    ]
+    return ov.Job(
+        name="autoscale", sources=sources, mixture=mixture, place=ov.ClientPlaceTree(), seed=3, slice_rows=2, shuffle_chunks=CHUNKS,
+        batch=ov.Batch(samples=samples, context=2048), on_long="truncate",
+    )  # fmt: skip
+
+
+def measured_costs(folder: Path) -> dict[str, float]:
+    """CPU seconds that the transforms of each source take for a sample."""
+    encode = Tokenizer.from_file(str(folder / "tokenizer.json")).encode
+    work: dict[str, Any] = {"text": lambda row: encode(row["text"]), "thumbs": decoded, "photos": augmented, "scenes": augmented}
+    found = {}
+    for name, fn in work.items():
+        rows = pq.ParquetFile(folder / f"{name}.parquet").read_row_groups(range(3)).to_pylist()
+        fn(rows[0])
+        start = time.thread_time()
+        for row in rows:
+            fn(row)
+        found[name] = (time.thread_time() - start) / len(rows)
+    return found
+
+
+def loader_processes(session: ov.Session) -> int:
+    return sum(a["name"].startswith("loader-host/") and a["state"] == "running" for a in session.metrics()["actors"])
+
+
+def provision(session: ov.Session, wanted: Mapping[str, int]) -> None:
+    """By hand, before the first step: so many processes for each source."""
+    for source, n in wanted.items():
+        until, done = time.monotonic() + 60, n <= 1
+        while not done and time.monotonic() < until:
+            done = session.scale(source, n)
+            time.sleep(0.05)
+        have = {a["pid"] for a in session.metrics()["actors"] if a["name"].startswith(f"loader/{source}/")}
+        while len(have) < n and time.monotonic() < until:
+            time.sleep(0.05)
+            have = {a["pid"] for a in session.metrics()["actors"] if a["name"].startswith(f"loader/{source}/")}
+
+
+def run(name: str, setting: Setting, wanted: Mapping[str, int], autoscale: Any) -> Outcome:
+    """One run of all steps."""
+    outcome, stop = Outcome(name), threading.Event()
+    shares = dict.fromkeys(LIGHT, CHUNKS)
+    with ov.launch(
+        setting.job(), runtime="process", hosts=1, workers=1, loaders=shares, prefetch=4, constructor_hosts=1, autoscale=autoscale
+    ) as session:
+        provision(session, wanted)
+        client, plans = session.client(0), ""
+        next(client)  # opening files and filling buffers is nobody's starvation
+        start = time.perf_counter()
+
+        def look() -> None:
+            while not stop.wait(0.5):
+                outcome.seen.append((time.perf_counter() - start, loader_processes(session)))
+
+        outcome.seen.append((0.0, loader_processes(session)))
+        watcher = threading.Thread(target=look, daemon=True)
+        watcher.start()
+        for _ in range(setting.steps):
+            asked = time.perf_counter()
+            step = next(client)
+            outcome.waits.append(time.perf_counter() - asked)
+            outcome.at.append(time.perf_counter() - start)
+            plans = digest(plans, step.plan_digest)
+            time.sleep(setting.step_s)
+        stop.set()
+        watcher.join()
+        outcome.seen.append((time.perf_counter() - start, outcome.seen[-1][1]))
+        outcome.decisions = [f"step {d['step']}: {d['words']}" for d in session.metrics()["scaling"].get("decisions", ())]
+        outcome.plans = plans
+    return outcome
+
+
+def provisions(setting: Setting) -> dict[str, dict[str, int]]:
+    """Processes for each source: for the heaviest stage, and for the average over the run."""
+    heavy, light = setting.lanes(HEAVY), setting.lanes(LIGHT)
+    part = STAGES[1] - STAGES[0]
+    mean = {name: part * heavy[name] + (1 - part) * light[name] for name in heavy}
+
+    def hosts(lanes: Mapping[str, float]) -> dict[str, int]:
+        # Beside the process that all sources share; a source that takes less than a quarter of one stays there.
+        return {name: 1 + math.ceil(n / TARGET) if n > 0.25 else 1 for name, n in lanes.items() if name in ("photos", "scenes")}
+
+    def fitting(wanted: dict[str, int]) -> dict[str, int]:
+        while sum(n - 1 for n in wanted.values()) + 1 > setting.hosts:
+            largest = max(wanted, key=lambda name: wanted[name])
+            wanted[largest] -= 1
+        return wanted
+
+    return {"worst case": fitting(hosts(heavy)), "average": fitting(hosts(mean)), "autoscale": {}}
+
+
+def row(outcome: Outcome, worst: Outcome, setting: Setting) -> list[str]:
+    first, second = setting.stages
+    counts = [n for _, n in outcome.seen]
+    heavy = outcome.waited(first, second) / ((second - first) * setting.step_s)
+    less, equal = worst.loader_seconds / outcome.loader_seconds, outcome.plans == worst.plans
+    return [
+        outcome.name, f"{min(counts)} to {max(counts)}", f"{outcome.loader_seconds:.0f}", f"{less:.2f}x less",
+        f"{outcome.waited():.2f}", f"{heavy:.1%}", f"{max(outcome.waits[1:]):.2f}", "equal" if equal else "**differ**",
+    ]  # fmt: skip
+
+
+def plots(done: list[Outcome], setting: Setting, name: str) -> dict[str, str]:
+    end = max(o.seen[-1][0] for o in done)
+    x = np.linspace(0.0, end, 240)
+    first, second = (next((o.at[s] for o in done[:1] if s < len(o.at)), 0.0) for s in setting.stages)
+    marks = [(first, "heavy"), (second, "light")]
+    counts, waits = [], []
+    for k, o in enumerate(done):
+        times, n = np.array([t for t, _ in o.seen]), np.array([c for _, c in o.seen], float)
+        counts.append(Line(label=o.name, color=series_color(k), y=n[np.clip(np.searchsorted(times, x, side="right") - 1, 0, None)]))
+        waits.append(Line(label=o.name, color=series_color(k), y=np.interp(x, o.at, np.cumsum(o.waits))))
+    top = 1.1 * max(float(line.y.max()) for line in counts)
+    most = max(0.5, 1.1 * max(float(line.y.max()) for line in waits))
+    shared: dict[str, Any] = {"x_label": "seconds", "y_from": 0.0, "marks": marks}
+    return {
+        f"{name}-loaders": lines(
+            x, counts, about="loader processes", y_label="loader processes", y_to=top, show=lambda y: f"{y:.0f}", **shared
+        ),
+        f"{name}-waits": lines(
+            x, waits, about="what the trainer has waited", y_label="waited so far, s", y_to=most, show=lambda y: f"{y:.1f}", **shared
+        ),
+    }
+
+
+@click.command(help=__doc__)
+@click.option("--hosts", default=0, help="Loader processes at most; 0: as many as there are cores.")
+@click.option("--seconds", default=60.0, show_default=True, help="Of each of the three runs, if the trainer never waits.")
+@click.option("--step-s", default=0.25, show_default=True, help="What a step costs the trainer.")
+@click.option("--quick", is_flag=True, help="12 seconds each: to see that it works.")
+@click.option("--save", "saving", is_flag=True, help="Write the dated page under benchmarks/results.")
+@click.option("--corpus", type=click.Path(path_type=Path), default=None, help="Where the data is made and kept.")
+def main(hosts: int, seconds: float, step_s: float, quick: bool, saving: bool, corpus: Path | None) -> None:
+    hosts = hosts or len(os.sched_getaffinity(0))
+    if quick:
+        seconds, step_s = 12.0, 0.1
+    folder, console = (corpus or Path(tempfile.gettempdir()) / "overlord-benchmark") / "autoscale-v2", wide_console()
+    make_data(folder)
+    costs = measured_costs(folder)
+    mean = math.fsum(HEAVY[name] * cost for name, cost in costs.items())
+    samples = max(8, round(BUSY * hosts * step_s / mean))
+    setting = Setting(folder=folder, hosts=hosts, steps=round(seconds / step_s), step_s=step_s, costs=costs, samples=samples)
+    console.print("seconds a sample: " + ", ".join(f"{n} {c * 1e3:.2f} ms ({c / costs['text']:.0f}x)" for n, c in costs.items()))
+    console.print(
+        f"{samples} samples a step; busy processes: light {_total(setting, LIGHT):.2f}, heavy {_total(setting, HEAVY):.2f} of {hosts}"
+    )
+    limits = {"cores": hosts, "interval_s": 0.5, "patience": 2, "idle_patience": 6, "cool_down_s": 2.0, "foresight_s": 4.0}
+    done: list[Outcome] = []
+    with progress(console) as bar:
+        task = bar.add_task("runs", total=3)
+        for name, wanted in provisions(setting).items():
+            bar.update(task, description=name)
+            done.append(run(name, setting, wanted, limits if name == "autoscale" else False))
+            bar.advance(task)
+    rows = [row(o, done[0], setting) for o in done]
+    console.print(shown_table(f"{hosts} loader processes at most, {setting.steps} steps of {step_s} s", HEAD, rows))
+    console.print("\n".join(done[-1].decisions))
+    if saving:
+        name = f"{date.today()}-autoscale-{hosts}"
+        console.print(f"saved: {save(name, page_text(rows, setting, done[-1], name), plots(done, setting, name))}")
+
+
+def _total(setting: Setting, mixture: Mapping[str, float]) -> float:
+    return math.fsum(setting.lanes(mixture).values())
+
+
+def page_text(rows: list[list[str]], setting: Setting, scaled: Outcome, name: str) -> str:
+    costs = ", ".join(f"{n} {c * 1e3:.2f} ms ({c / setting.costs['text']:.0f}x)" for n, c in setting.costs.items())
+    return "\n".join([
+        "# Loader processes by need", "", f"`{command_line('benchmarks/autoscale.py')}`", "",
+        f"A sample costs: {costs}. {setting.samples} samples a step, {setting.steps} steps of {setting.step_s} s each; steps "
+        f"{setting.stages[0]} to {setting.stages[1]} are the heavy stage, which keeps {_total(setting, HEAVY):.2f} processes busy; the "
+        f"others {_total(setting, LIGHT):.2f}. *Worst case* and *average* are provisioned before the first step and stay; *autoscale* "
+        "begins with one process. *Share of the heavy stage*: what the trainer waited there, against the time its steps take. "
+        "*plans*: whether every step's plan is that of the first run.", "",
+        markdown_table(HEAD, rows), "", f"![loader processes](img/{name}-loaders.svg)", "", f"![waits](img/{name}-waits.svg)", "",
+        "What was decided:", "", *(f"- {words}" for words in scaled.decisions), "", machine(), "",
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

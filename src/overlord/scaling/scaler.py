@@ -1,0 +1,339 @@
+"""When a source is to be read by more processes, or by fewer: the Overlord paper (arXiv 2504.09844), section 5.2. Pure.
+
+What a source needs is the pace at which trainers would take steps if they never waited, times the samples that the mixture gives it in a
+step, times what a sample was seen to cost: seconds of work per second, which is processes. That is compared with what its processes can
+do. Nothing here decides what is drawn, and the stream does not know of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LEAST_TAIL = 4.0  # a slow read counts as one of a long tail when it takes so many times what a usual one does
+MOST_AHEAD = 32  # steps' worth of samples held ready of one source; bytes are bounded beside that
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What scaling may use, and how patient it is."""
+
+    cores: int  # loader hosts in all
+    lanes: float = 1.0  # pieces of work that a host does side by side
+    memory_bytes: int | None = None  # of all loader hosts; one more is taken to hold what one holds now
+    interval_s: float = 1.0  # between two looks
+    window: int = 4  # looks that are averaged
+    patience: int = 2  # looks in a row that must agree before a source gets more; 1 would follow every hiccup
+    idle_patience: int = 6  # and before it gets less: a host that is missed costs more than one that idles
+    cool_down_s: float = 5.0  # after a change before the same source is looked at again: its figures are of before
+    foresight_s: float = 5.0  # how far into a schedule's future is looked: about what it takes until a new host has taken over
+    target: float = 0.7  # of what its hosts can do; the rest is for slow moments
+    high: float = 0.85  # above it a source gets more
+    low: float = 0.55  # it gets less where one host less would be below this: far enough below `target` that noise does not undo it
+
+    def __post_init__(self) -> None:
+        whole = {"cores": self.cores, "window": self.window, "patience": self.patience, "idle_patience": self.idle_patience}
+        wrong = [f"{name}: wanted at least 1, found {value!r}" for name, value in whole.items() if not isinstance(value, int) or value < 1]
+        times = {"interval_s": self.interval_s, "cool_down_s": self.cool_down_s, "foresight_s": self.foresight_s, "lanes": self.lanes}
+        wrong += [f"{name}: wanted a number above 0, found {value!r}" for name, value in times.items() if not 0 < value < math.inf]
+        if not 0 < self.low < self.target < self.high <= 1:
+            wrong.append(f"wanted 0 < low < target < high <= 1, found {self.low}, {self.target}, {self.high}")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSeen:
+    """One source in one interval."""
+
+    name: str
+    share: float  # of the mixture, now
+    ahead: float  # the largest share that is known to come within the foresight; the same where nothing is known
+    drawn: float  # samples that steps took
+    read: float  # samples that its loaders made ready
+    busy_s: float  # seconds that they worked for them, all together
+    hosts: tuple[int, ...]  # that read it
+    most: int = 1  # hosts that could
+    read_s: float = 0.0  # what a usual read takes
+    slow_read_s: float = 0.0  # and one of the slowest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """All that scaling looks at, of one interval."""
+
+    seconds: float
+    planned: float  # steps
+    taken: float  # steps that every trainer took
+    waited_s: float  # that trainers waited for them, on average
+    hosts: int  # loader hosts that there are
+    sources: tuple[SourceSeen, ...]
+    host_bytes: int = 0  # of memory, of one loader host
+    changing: bool = False  # a change is under way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Read a source in another number of hosts."""
+
+    source: str
+    hosts: int  # from here on
+    had: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.had} -> {self.hosts} loader hosts: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CannotKeepUp:
+    """A source that trainers wait for, or will, and that gets no more hosts; with what it would take."""
+
+    source: str
+    hosts: int
+    wanted: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.source} cannot keep up: it would take {self.wanted} loader hosts and has {self.hosts}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadAhead:
+    """Hold so many steps' worth of samples ready of a source."""
+
+    source: str
+    steps: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.steps} steps are read ahead: {self.reason}"
+
+
+Decision = Scale | CannotKeepUp | ReadAhead
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """What is remembered of a source."""
+
+    looks: deque[SourceSeen]
+    share: float = 0.0  # moving average
+    cost_s: float = 0.0  # of a sample; 0: none was ever read
+    above: int = 0  # looks in a row that found too few hosts
+    below: int = 0
+    changed: float = -math.inf
+    ahead: int = 0  # steps read ahead, where it was told
+    short: int = 0  # hosts it was said to need and not to get
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What a source needs and has, in lanes."""
+
+    now: float
+    later: float
+    rooms: tuple[float, ...]  # that each of its hosts has for it, the least first
+    per_host: float
+
+    @property
+    def most(self) -> float:
+        return max(self.now, self.later)
+
+    @property
+    def room(self) -> float:
+        return math.fsum(self.rooms)
+
+    def fewest(self, busy: float) -> int:
+        """Hosts that are enough if none is to be busier than that, whichever of them go: the roomiest may."""
+        return next((n for n in range(1, len(self.rooms)) if self.most <= busy * math.fsum(self.rooms[:n])), len(self.rooms))
+
+
+class Scaler:
+    """``handle(observed, now) -> decisions``: at most one ``Scale`` at a time, the most urgent."""
+
+    def __init__(self, limits: Limits, read_ahead: int = 2):
+        self.limits, self._read_ahead = limits, read_ahead
+        self._known: dict[str, _Known] = {}
+        self._looks: deque[Observed] = deque(maxlen=limits.window)
+        self.pace = 0.0  # steps a second that trainers would take if they never waited; 0: not known yet
+        self.waited = 0.0  # share of their time that they do
+
+    def handle(self, observed: Observed, now: float) -> list[Decision]:
+        self._looks.append(observed)
+        for seen in observed.sources:
+            self._learn(seen)
+        self._see_pace()
+        if not self.pace:
+            return []  # nobody has taken a step lately
+        needs = self._needs(observed)
+        decisions: list[Decision] = [*self._read_aheads(observed)]
+        self._count(observed, needs)
+        if observed.changing:
+            return decisions
+        ups, short = self._ups(observed, needs, now)
+        return [*decisions, *short, *(ups[:1] or self._downs(observed, needs, now, pressed=self._is_pressed())[:1])]
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """What is known of every source, for people."""
+        return {name: {"share": k.share, "seconds_per_sample": k.cost_s} for name, k in self._known.items()}
+
+    # what is seen
+
+    def _learn(self, seen: SourceSeen) -> None:
+        known = self._known.get(seen.name)
+        if known is None:
+            known = self._known[seen.name] = _Known(deque(maxlen=self.limits.window), seen.share)
+        known.looks.append(seen)
+        known.share += (seen.share - known.share) * 2 / (1 + self.limits.window)
+        if read := math.fsum(s.read for s in known.looks):
+            known.cost_s = math.fsum(s.busy_s for s in known.looks) / read
+
+    def _see_pace(self) -> None:
+        seconds, taken = math.fsum(o.seconds for o in self._looks), math.fsum(o.taken for o in self._looks)
+        waited = min(seconds, math.fsum(o.waited_s for o in self._looks))
+        self.waited = waited / seconds if seconds else 0.0
+        # One that only ever waits would take any number: it is told from one that computes by a twentieth of its time.
+        self.pace = taken / max(seconds - waited, seconds / 20) if taken else 0.0
+
+    # what is needed
+
+    def _needs(self, observed: Observed) -> dict[str, _Need]:
+        planned = math.fsum(o.planned for o in self._looks)
+        drawn = math.fsum(s.drawn for o in self._looks for s in o.sources)
+        per_step = drawn / planned if planned else 0.0
+        now = {s.name: self.pace * self._samples(s, s.share, per_step) * self._known[s.name].cost_s for s in observed.sources}
+        later = {s.name: self.pace * self._samples(s, s.ahead, per_step) * self._known[s.name].cost_s for s in observed.sources}
+        on: dict[int, float] = {}
+        for s in observed.sources:
+            for h in s.hosts:
+                on[h] = on.get(h, 0.0) + now[s.name] / len(s.hosts)
+        lanes = self.limits.lanes
+        return {
+            s.name: _Need(
+                now[s.name], later[s.name],
+                tuple(sorted(max(0.1 * lanes, lanes - on[h] + now[s.name] / len(s.hosts)) for h in s.hosts)), lanes,
+            )
+            for s in observed.sources
+        }  # fmt: skip
+
+    def _samples(self, seen: SourceSeen, share: float, per_step: float) -> float:
+        """Of a step. Weights of batches in tokens are shares of tokens: there what was drawn says how many samples that is."""
+        known, planned = self._known[seen.name], math.fsum(o.planned for o in self._looks)
+        drawn = math.fsum(s.drawn for s in known.looks)
+        if drawn and planned and known.share > 0:
+            return drawn / planned * share / known.share
+        return per_step * share
+
+    def _count(self, observed: Observed, needs: dict[str, _Need]) -> None:
+        for s in observed.sources:
+            known, need = self._known[s.name], needs[s.name]
+            up = need.most > self.limits.high * need.room and (need.later > need.now or self.waited > 0.01 or self._is_busy(s, observed))
+            down = need.fewest(self.limits.low) < len(s.hosts)
+            known.above, known.below = known.above + 1 if up else 0, known.below + 1 if down else 0
+            known.short = known.short if up else 0
+
+    def _is_busy(self, seen: SourceSeen, observed: Observed) -> bool:
+        """What is seen beats what is reckoned: a source whose loaders idle needs no more of them."""
+        return seen.busy_s > 0.5 * observed.seconds * len(seen.hosts) * self.limits.lanes
+
+    # what is decided
+
+    def _ups(self, observed: Observed, needs: dict[str, _Need], now: float) -> tuple[list[Scale], list[CannotKeepUp]]:
+        ups, short, crowded = list[Scale](), list[CannotKeepUp](), set[int]()
+        ready = [s for s in observed.sources if self._known[s.name].above >= self.limits.patience and self._cool(s, now)]
+        # The heaviest first: on a host that several sources share, it alone goes elsewhere, and the others have room then.
+        for s in sorted(ready, key=lambda s: (-needs[s.name].most, s.name)):
+            if crowded & set(s.hosts):
+                continue
+            crowded |= set(s.hosts)
+            need, had = needs[s.name], len(s.hosts)
+            wanted = had + max(1, math.ceil((need.most / self.limits.target - need.room) / need.per_host - 1e-9))
+            hosts = min(wanted, s.most, had + self._free(observed))
+            if hosts > had:
+                ups.append(self._changed(Scale(source=s.name, hosts=hosts, had=had, reason=self._why(s, need)), now))
+            if hosts < wanted and self._known[s.name].short != wanted:
+                self._known[s.name].short = wanted
+                short.append(CannotKeepUp(source=s.name, hosts=hosts, wanted=wanted, reason=self._why_not(s, need, hosts)))
+            if ups:
+                break
+        return ups, short
+
+    def _free(self, observed: Observed) -> int:
+        free = self.limits.cores - observed.hosts
+        if self.limits.memory_bytes is not None and observed.host_bytes:
+            free = min(free, self.limits.memory_bytes // observed.host_bytes - observed.hosts)
+        return max(0, free)
+
+    def _downs(self, observed: Observed, needs: dict[str, _Need], now: float, pressed: bool) -> list[Scale]:
+        """``pressed``: another source needs hosts and there are none: then nobody keeps what it does not need for long."""
+        patience = self.limits.patience if pressed else self.limits.idle_patience
+        downs = []
+        for s in sorted(observed.sources, key=lambda s: (needs[s.name].most - needs[s.name].room, s.name)):
+            if self._known[s.name].below < patience or not self._cool(s, now):
+                continue
+            need, had = needs[s.name], len(s.hosts)
+            hosts = need.fewest(self.limits.low)
+            if hosts < had:
+                reason = f"they are {need.most / need.room:.0%} busy at {self._rates(s, need.most)}"
+                downs.append(Scale(source=s.name, hosts=hosts, had=had, reason=reason))
+                break
+        return [self._changed(down, now) for down in downs]
+
+    def _is_pressed(self) -> bool:
+        return any(known.short for known in self._known.values())
+
+    def _cool(self, seen: SourceSeen, now: float) -> bool:
+        return now - self._known[seen.name].changed >= self.limits.cool_down_s
+
+    def _changed(self, scale: Scale, now: float) -> Scale:
+        known = self._known[scale.source]
+        known.above, known.below, known.changed = 0, 0, now
+        return scale
+
+    # in words
+
+    def _rates(self, seen: SourceSeen, need: float) -> str:
+        cost = self._known[seen.name].cost_s
+        return f"{need / cost if cost else 0.0:.3g} samples a second of {cost * 1e3:.3g} ms"
+
+    def _why(self, seen: SourceSeen, need: _Need) -> str:
+        room = f"its hosts have room for {need.room:.2g}"
+        if need.later > need.now:
+            return f"the mixture will give it {seen.ahead:.1%} in place of {seen.share:.1%}: {self._rates(seen, need.later)}; {room}"
+        waits = f", trainers wait {self.waited:.0%} of their time" if self.waited > 0.01 else ""
+        return f"{self._rates(seen, need.now)} take {need.now:.2g} hosts, {room}{waits}"
+
+    def _why_not(self, seen: SourceSeen, need: _Need, hosts: int) -> str:
+        if hosts >= seen.most:
+            why = f"it has {seen.most} loader{'s' * (seen.most > 1)}: more chunks open together (shuffle_chunks) or loaders= allow more"
+        else:
+            why = f"all {self.limits.cores} loader hosts that cores and memory allow are in use (hosts=)"
+        return f"{self._rates(seen, need.most)}; {why}"
+
+    # read-ahead
+
+    def _read_aheads(self, observed: Observed) -> list[ReadAhead]:
+        """A source whose reads have a long tail holds as many steps more as trainers take during a slow one."""
+        decisions = []
+        for s in observed.sources:
+            known, steps = self._known[s.name], self._read_ahead
+            if s.slow_read_s > LEAST_TAIL * s.read_s > 0:
+                steps = min(max(MOST_AHEAD, steps), steps + math.ceil(s.slow_read_s * self.pace))
+            was = known.ahead or self._read_ahead
+            if steps > 1.25 * was or steps < was / 2:
+                known.ahead = steps
+                reason = f"its slow reads take {s.slow_read_s:.3g} s, usual ones {s.read_s:.3g} s"
+                decisions.append(ReadAhead(source=s.name, steps=steps, reason=reason))
+        return decisions
+
+
+def in_force(decisions: Sequence[Decision]) -> list[CannotKeepUp]:
+    """Of the last decisions, those on sources that cannot keep up and got nothing since."""
+    last: dict[str, Decision] = {}
+    for decision in decisions:
+        if not isinstance(decision, ReadAhead):
+            last[decision.source] = decision
+    return [decision for decision in last.values() if isinstance(decision, CannotKeepUp)]

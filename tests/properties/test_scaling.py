@@ -1,0 +1,189 @@
+"""Laws of scaling: shares are conserved, cores are never exceeded, a mixture that stays leads to no change after the first ones."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from random import Random
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlord.scaling.scaler import Limits, Observed, Scale, Scaler, SourceSeen
+from overlord.scaling.sharing import kept, spread, widened
+from tests.laws import examples
+
+HOSTS = st.lists(st.integers(0, 12), min_size=1, max_size=8, unique=True)
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=12), HOSTS)
+@examples(200)
+def test_every_share_has_one_of_the_hosts_and_none_has_two_more_than_another(where: list[int], hosts: list[int]) -> None:
+    to = spread(where, hosts)
+    counts = Counter(dict.fromkeys(hosts, 0) | Counter(to))
+    assert len(to) == len(where)
+    assert set(counts) == set(hosts)
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=12), HOSTS)
+@examples(200)
+def test_no_share_moves_without_need(where: list[int], hosts: list[int]) -> None:
+    """As many stay as there is an even spread that leaves them."""
+    to = spread(where, hosts)
+    held = sorted((Counter(h for h in where if h in hosts)[h] for h in hosts), reverse=True)
+    least, more = divmod(len(where), len(hosts))
+    best = sum(min(n, least + (k < more)) for k, n in enumerate(held))
+    assert sum(a == b for a, b in zip(where, to, strict=True)) == best
+    assert spread(to, hosts) == to
+
+
+@given(HOSTS, st.integers(1, 8), st.dictionaries(st.integers(0, 12), st.integers(0, 3)))
+@examples(100)
+def test_hosts_that_are_needed_anyway_are_kept_first(hosts: list[int], n: int, others: dict[int, int]) -> None:
+    n = min(n, len(hosts))
+    stay = kept(hosts, n, others, lambda h: h < 6)
+    assert len(stay) == n
+    assert set(stay) <= set(hosts)
+    busy = {h for h in hosts if others.get(h)}
+    assert busy <= set(stay) or set(stay) <= busy
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 8)), min_size=1, max_size=6), st.data())
+@examples(100)
+def test_a_source_that_is_cut_into_more_shares_stays_on_its_hosts(sources: list[tuple[int, int]], data: Any) -> None:
+    loaders = [n for n, _ in sources]
+    host_of = [data.draw(st.integers(0, 5)) for _ in range(sum(loaders))]
+    counts, where = widened(loaders, host_of, [s for _, s in sources])
+    assert counts == tuple(max(n, s) for n, s in sources)
+    assert len(where) == sum(counts)
+    for i, (n, many) in enumerate(zip(loaders, counts, strict=True)):
+        before, after = host_of[sum(loaders[:i]) :][:n], where[sum(counts[:i]) :][:many]
+        assert set(after) == set(before)
+        assert list(after[:n]) == before
+
+
+@given(st.lists(st.integers(0, 6), min_size=8, max_size=16), HOSTS, st.sets(st.integers(0, 12)))
+@examples(100)
+def test_a_host_that_reads_other_sources_too_has_no_more_than_one_that_does_not(
+    where: list[int], hosts: list[int], crowded: set[int]
+) -> None:
+    counts = Counter(spread(where, hosts, crowded))
+    free = [counts[h] for h in hosts if h not in crowded]
+    assert min(counts[h] for h in hosts) >= 1
+    assert sum(counts.values()) == len(where)
+    assert not free or max((counts[h] for h in hosts if h in crowded), default=0) <= min(free)
+
+
+# a world: loaders that do what is asked of them as far as they can, trainers that take what there is
+
+
+class World:
+    """Sources of some cost, trainers with a step time, hosts as the scaler says."""
+
+    def __init__(
+        self, costs: list[float], weights: list[float], step_s: float, limits: Limits, most: int, noise: float = 0.0, seed: int = 0
+    ):
+        self.costs, self.weights, self.step_s, self.limits, self.most = costs, weights, step_s, limits, most
+        self.hosts = {i: {0} for i in range(len(costs))}
+        self.next, self.now, self.noise, self.random = 1, 0.0, noise, Random(seed)
+        self.scaler, self.told = Scaler(limits), list[Scale]()
+        self.ahead: list[float] | None = None
+
+    @property
+    def n_hosts(self) -> int:
+        return len(set.union(*self.hosts.values()))
+
+    def shares(self, weights: list[float]) -> list[float]:
+        return [w / sum(weights) for w in weights]
+
+    def look(self) -> list[Any]:
+        samples, seconds = 64.0, self.limits.interval_s
+        shares = self.shares(self.weights)
+        work = [samples * s * c for s, c in zip(shares, self.costs, strict=True)]  # seconds a step
+        load: dict[int, float] = {}
+        for i, hosts in self.hosts.items():
+            for h in hosts:
+                load[h] = load.get(h, 0.0) + work[i] / len(hosts) / self.limits.lanes
+        pace = 1 / max(self.step_s, *load.values())
+        steps = seconds * pace
+        later = self.shares(self.ahead or self.weights)
+
+        def about(x: float) -> float:
+            return x * (1 + self.noise * (2 * self.random.random() - 1))
+
+        seen = tuple(
+            SourceSeen(
+                name=f"s{i}", share=shares[i], ahead=max(shares[i], later[i]), drawn=steps * samples * shares[i],
+                read=about(steps * samples * shares[i]), busy_s=about(steps * work[i]), hosts=tuple(sorted(self.hosts[i])), most=self.most,
+            )
+            for i in range(len(work))
+        )  # fmt: skip
+        waited = max(0.0, seconds - steps * self.step_s)
+        self.now += seconds
+        found = self.scaler.handle(
+            Observed(seconds=seconds, planned=steps, taken=steps, waited_s=waited, hosts=self.n_hosts, sources=seen), self.now
+        )
+        for decision in found:
+            if isinstance(decision, Scale):
+                self.apply(decision)
+        return found
+
+    def apply(self, scale: Scale) -> None:
+        i = int(scale.source[1:])
+        assert scale.had == len(self.hosts[i])
+        assert 1 <= scale.hosts <= self.most
+        self.told.append(scale)
+        if scale.hosts < scale.had:
+            others = Counter(h for j, hosts in self.hosts.items() if j != i for h in hosts)
+            self.hosts[i] = set(kept(sorted(self.hosts[i]), scale.hosts, others, lambda h: h == 0))
+        else:
+            self.hosts[i] |= set(range(self.next, self.next + scale.hosts - scale.had))
+            self.next += scale.hosts - scale.had
+
+
+COSTS = st.lists(st.floats(1e-5, 5e-2), min_size=1, max_size=5)
+WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=5, max_size=5)
+
+
+@given(COSTS, WEIGHTS, st.floats(0.05, 2.0), st.integers(1, 32), st.integers(1, 8), st.integers(0, 99))
+@examples(60)
+def test_a_mixture_that_stays_does_not_flap(
+    costs: list[float], weights: list[float], step_s: float, cores: int, most: int, seed: int
+) -> None:
+    """Sources settle within a minute, and then nothing changes any more, though measurements differ by some percent."""
+    world = World(costs, weights[: len(costs)], step_s, Limits(cores=cores), most, noise=0.05, seed=seed)
+    for _ in range(30 + 20 * len(costs)):
+        world.look()
+    settled, n = dict(world.hosts), len(world.told)
+    for _ in range(40):
+        world.look()
+    assert world.hosts == settled, world.told[n:]
+    assert n <= 4 * len(costs), world.told
+
+
+@given(COSTS, st.lists(WEIGHTS, min_size=1, max_size=5), st.integers(1, 12), st.integers(1, 8), st.floats(1.0, 4.0))
+@examples(40)
+def test_cores_are_never_exceeded(costs: list[float], mixtures: list[list[float]], cores: int, most: int, lanes: float) -> None:
+    world = World(costs, mixtures[0][: len(costs)], 0.1, Limits(cores=cores, lanes=lanes), most, noise=0.2)
+    for weights in mixtures:
+        world.weights = weights[: len(costs)]
+        for _ in range(25):
+            world.look()
+            assert world.n_hosts <= max(1, cores)
+
+
+@given(st.floats(1e-3, 2e-2), st.integers(2, 8))
+@examples(40)
+def test_in_the_end_trainers_do_not_wait_or_it_is_said_why(cost: float, most: int) -> None:
+    """A source that gets what it needs keeps up; one that does not is named with what it would take."""
+    world = World([cost, 1e-5], [0.5, 0.5], 0.1, Limits(cores=6), most)
+    short = [d for _ in range(60) for d in world.look() if not isinstance(d, Scale)]
+    needed = 32 * cost / 0.1
+    if needed < 0.85 * min(6, most) - 1e-9:
+        assert world.scaler.waited < 0.02
+        assert len(world.hosts[0]) <= math.ceil(needed / 0.55) + 1
+    elif needed > min(6, most):
+        assert [d.source for d in short] == ["s0"]
+        assert short[0].wanted >= math.floor(needed)
