@@ -32,6 +32,7 @@ from overlord.cliparts import (
     screen,
     where,
 )
+from overlord.clisimulate import simulate
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -42,6 +43,7 @@ def cli() -> None:
 
 cli.add_command(drill)
 cli.add_command(journal)
+cli.add_command(simulate)
 cli.add_command(status)
 cli.add_command(stop)
 
