@@ -49,14 +49,15 @@ class Sizes(click.ParamType):
 @click.option("--sources-per-host", type=COUNT, default=25, show_default=True, help="1: a process for every source, as in the paper.")
 @click.option("--step-seconds", "pace_s", type=float, default=1.0, show_default=True, help="What trainers take for a step.")
 @click.option("--constructors/--no-constructors", "constructors", default=None, help="Only with them, or only without. Default: both.")
+@click.option("--broadcast/--no-broadcast", default=True, help="Whether ranks of a tensor-parallel group share what one of them fetches.")
 @click.option("--measure", "again", is_flag=True, help="Measure the constants again, though some are kept of an earlier run.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures there.")
 @imports
 @debug
 def simulate(
     job_yaml: Path, gpus: list[int] | None, nodes: list[int] | None, gpus_per_node: int, tp: int, cp: int, pp: int, batch: int | None,
-    workers: int, hosts: int | None, sources_per_host: int, pace_s: float, constructors: bool | None, again: bool, json_path: Path | None,
-    modules: tuple[str, ...], debug: bool,
+    workers: int, hosts: int | None, sources_per_host: int, pace_s: float, constructors: bool | None, broadcast: bool, again: bool,
+    json_path: Path | None, modules: tuple[str, ...], debug: bool,
 ) -> None:  # fmt: skip
     """Say what a job would take on hundreds of machines: memory, planning, connections, fetch latency.
 
@@ -75,6 +76,7 @@ def simulate(
         asked = Asked(
             gpus=sizes, tp=tp, cp=cp, pp=pp, gpus_per_node=gpus_per_node, batch=batch, workers=workers, hosts=hosts,
             sources_per_host=sources_per_host, pace_s=pace_s, constructors=(True, False) if constructors is None else (constructors,),
+            broadcast=broadcast,
         )  # fmt: skip
         with _Bars() as progress:
             found, kept, cells = simulated(job, asked, again=again, progress=progress)

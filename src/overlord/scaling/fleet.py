@@ -68,6 +68,7 @@ class Fleet:
     read_ahead: int = 8
     build_ahead: int = 2
     constructors: bool = True
+    broadcast: bool = True  # False: every rank is sent arrays
     sources_per_host: int = 25
     hosts: int = 1  # loader hosts at least: what reading takes at the trainers' pace
     copies: int = 1  # sets of loaders, each with all sources: 1 here; a set for every data-parallel group where sources are not partitioned
@@ -95,12 +96,13 @@ class Fleet:
     @property
     def fetching(self) -> int:
         """Ranks that are sent arrays: of a tensor-parallel group one, which broadcasts; of the stages the first and the last."""
-        return self.dp * self.cp * min(2, self.pp)
+        return self.dp * self.cp * min(2, self.pp) if self.broadcast else self.gpus
 
     @property
     def remote(self) -> int:
         """Of these, the ones on another node than the constructor of their group: they receive what others map."""
-        return 0 if self.group <= self.gpus_per_node else self.dp * max(0, self.fetching // self.dp - max(1, self.gpus_per_node // self.tp))
+        near = max(1, self.gpus_per_node // (self.tp if self.broadcast else 1))
+        return 0 if self.group <= self.gpus_per_node else self.dp * max(0, self.fetching // self.dp - near)
 
     @property
     def loader_hosts(self) -> int:

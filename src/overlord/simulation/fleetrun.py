@@ -113,11 +113,15 @@ class FleetRun:
         self._assemblers = [Assembler(b, ranks, fleet.prefetch) for b, ranks in enumerate(self._groups)] if fleet.constructors else []
         of = self._builder_of if fleet.constructors else np.arange(fleet.dp)
         self._cutter = Cutter(self._host_of.tolist(), of.tolist())
-        fetchers = np.asarray(sorted(place.fetchers("TP")), np.int64)
+        fetchers = np.asarray(sorted(place.fetchers("TP")) if fleet.broadcast else range(fleet.gpus), np.int64)
         group = np.empty(fleet.gpus, np.int64)
         for g, ranks in enumerate(self._groups):
             group[ranks] = g
-        stage = np.asarray([place.coords(int(r))["pp"] for r in fetchers]) if place.pp > 1 else np.zeros(len(fetchers), np.int64)
+        stage = (
+            np.asarray([place.coords(int(r))["pp"] for r in fetchers])
+            if fleet.broadcast and place.pp > 1
+            else np.zeros(len(fetchers), np.int64)
+        )
         self._fetching = fetchers[(stage == 0) | (stage == place.pp - 1)]
         self._fetching_group = group[self._fetching]
         self._is_fetching = np.zeros(fleet.gpus, bool)

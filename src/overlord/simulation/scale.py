@@ -38,6 +38,7 @@ class Asked:
     sources_per_host: int = 25
     pace_s: float = 1.0
     constructors: Sequence[bool] = (True, False)
+    broadcast: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,7 @@ def fleet_of(job: Job, asked: Asked, gpus: int, constants: Constants, constructo
         made = Fleet(
             gpus=gpus, tp=asked.tp, cp=asked.cp, pp=asked.pp, gpus_per_node=asked.gpus_per_node, sources=len(job.sources),
             workers=asked.workers, constructors=constructors, sources_per_host=asked.sources_per_host,
+            broadcast=asked.broadcast,
         )  # fmt: skip
         samples = asked.batch or max(1, round(_samples(job, constants) * made.dp / job.place.dp))
         hosts = asked.hosts or max(1, math.ceil(samples * constants.read_s / asked.pace_s / THREADS / BUSY))
