@@ -223,8 +223,8 @@ def verdict(found: Sequence[Found]) -> list[str]:
             less = theirs.over_mb / f.over_mb
             how = "by slope" if theirs.by_slope else "measured"
             lines.append(
-                f"{largest.n_sources} sources, {largest.ranks} ranks, {largest.workers} workers: {f.case.name} takes {less:.1f} times less than "
-                f"a colocated loader ({how}); {TARGET:g} is {'met' if less >= TARGET else 'missed'}."
+                f"{largest.n_sources} sources, {largest.ranks} ranks, {largest.workers} workers: {f.case.name} takes {less:.1f} times less "
+                f"than a colocated loader ({how}); {TARGET:g} is {'met' if less >= TARGET else 'missed'}."
             )
     return lines
 
@@ -233,8 +233,8 @@ def page(found: Sequence[Found], failed: dict[str, str], today: str, command: st
     about = (
         "MB of PSS over all processes of a cell, the highest seen, less what ranks held after their imports. *With imports*: nothing "
         "subtracted. *Ray's own*: its services, counted in MB too. *Fetch*: how long a rank waits for a step, asked for every half second; "
-        "*late*: steps that took longer than that. torch: one DataLoader in every rank. Overlord: as many loading threads in all as one rank of torch has workers. "
-        "*Shadows*: what shadow loaders hold, counted in MB too."
+        "*late*: steps that took longer than that. torch: one DataLoader in every rank. Overlord: as many loading threads in all "
+        "as one rank of torch has workers. *Shadows*: what shadow loaders hold, counted in MB too."
     )
     usual = [f for f in found if f.case.context == 8192]
     parallel = [f for f in found if f.case.context != 8192]

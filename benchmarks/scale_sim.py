@@ -154,14 +154,14 @@ def page(
     parts = [f"# Simulated scale, {today}", f"{machine()} Wall times are not used; planning is CPU seconds.", f"    {command}"]
     parts += [
         f"A model with measured constants, {sources} sources of Parquet (token ids). The planner is real: its times are measured at that "
-        "place tree, on this machine. Memory is that of data loading over all nodes; beside it a DataLoader in every rank that loads (one of a "
-        "tensor-parallel group), each of whose workers opens every source.",
+        "place tree, on this machine. Memory is that of data loading over all nodes; beside it a DataLoader in every rank that loads (one "
+        "of a tensor-parallel group), each of whose workers opens every source.",
         "## Constants", markdown_table(("what", "measured"), constants_rows(found.constants)),
         "## Memory over a colocated loader's (Figures 14 and 17)",
         f"The paper: {PAPER[14]}. {PAPER[17]}.",
-        f"{BASE.gpus // PER_NODE} nodes of {PER_NODE} GPUs (TP {PER_NODE}), batch {BASE.batch}, {BASE.workers} workers; one of them changed. "
-        "*Shared*: every source is opened once in the fleet, as Overlord does. *Apart*: every data-parallel group has loaders of its own for "
-        "all sources, which is how we read the paper's \"without data source partitioning\".",
+        f"{BASE.gpus // PER_NODE} nodes of {PER_NODE} GPUs (TP {PER_NODE}), batch {BASE.batch}, {BASE.workers} workers; one is changed. "
+        "*Shared*: every source is opened once in the fleet, as Overlord does. *Apart*: every data-parallel group has loaders of its own "
+        "for all sources, which is how we read the paper's \"without data source partitioning\".",
     ]  # fmt: skip
     for grid in made:
         parts += [f"### {grid.name}: shared", markdown_table(GRID_HEAD, grid_rows(grid.shared))]
@@ -171,8 +171,8 @@ def page(
         "TP 4, PP 4, every rank fetches. *Fetch*: from the first moment of planning until the last rank has the step, nothing "
         "prefetched; *waited*: what trainers of a second a step stand still, with prefetch. *x with*: over the same with constructors.",
         markdown_table(FETCH_HEAD, fetch_rows(fetch)),
-        "## What the planner takes, measured", "CPU milliseconds of a step: the draw, the strategy (`llm_balance`), the checks, and cutting "
-        "the plan for every loader host and constructor host. Not simulated.",
+        "## What the planner takes, measured", "CPU milliseconds of a step: the draw, the strategy (`llm_balance`), the checks, and "
+        "cutting the plan for every loader host and constructor host. Not simulated.",
         markdown_table(PLAN_HEAD, plan_rows(plans)),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"

@@ -37,15 +37,14 @@ class Case:
 
     @property
     def name(self) -> str:
-        extras = (
-            [f"{self.hosts} hosts"] * bool(self.hosts) + [f"partition={self.partition}"] * bool(self.partition) + ["shadows"] * self.shadows
-        )
-        return ", ".join([self.kind, *extras])
+        extras = {f"{self.hosts} hosts": self.hosts, f"partition={self.partition}": self.partition, "shadows": self.shadows}
+        return ", ".join([self.kind, *(words for words, said in extras.items() if said)])
 
     def work(self, rank: int = 0) -> Work:
         return Work(
-            "torch" if self.kind == COLOCATED else "overlord", "null", self.folder, self.n_sources, 0, context=self.context, ranks=self.ranks,
-            microbatches=self.microbatches, seed=self.seed, rank=rank, processes=self.ranks, equal=True, workers=self.workers,
+            "torch" if self.kind == COLOCATED else "overlord", "null", self.folder, self.n_sources, 0, context=self.context,
+            ranks=self.ranks, microbatches=self.microbatches, seed=self.seed, rank=rank, processes=self.ranks, equal=True,
+            workers=self.workers,
         )  # fmt: skip
 
     @property
