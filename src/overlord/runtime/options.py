@@ -16,6 +16,7 @@ from overlord.hooks import CONSTRUCTOR, of_kind
 from overlord.job import Job, did_you_mean
 from overlord.planner.schedulebase import learns
 from overlord.runtime import later
+from overlord.scaling.budget import parse_bytes
 
 _HOST_PORT = re.compile(r".+:[0-9]{1,5}")
 CORES_PER_CONSTRUCTOR = 16  # one builds a hundred million tokens a second; with several, loaders must sort payload by host
@@ -36,6 +37,8 @@ class Options:
     buffer_bytes: int = 2**30  # of samples held ready beyond the draw, over all sources
     open_bytes: int = 2**28  # of files held open in the middle of a chunk
     open_files: int = 512
+    # Of this machine, "64GB": split over what loading holds there. What buffer_bytes, open_bytes and ring_bytes say can only make it less.
+    memory: int | str | None = None
     cache_dir: str | Path | None = None
     stall_warn_s: float = 30.0
     stall_limit_s: float = 540.0  # below the ten minutes after which NCCL ends a job without saying why
@@ -91,8 +94,15 @@ class Options:
             found.append(f"on_stall: wanted a function of (what is waited for, seconds), found {self.on_stall!r}")
         if self.progress is not None and not callable(self.progress):
             found.append(f"progress: wanted a function of (sources indexed, of how many), found {self.progress!r}")
-        found += self._loader_problems(job)
+        found += self._loader_problems(job) + self._memory_problems()
         return found or self._lag_problems(job)
+
+    def _memory_problems(self) -> list[str]:
+        try:
+            parse_bytes(1 if self.memory is None else self.memory)
+        except ValueError as problem:
+            return [f"memory: {problem}"]
+        return []
 
     def _loader_problems(self, job: Job) -> list[str]:
         if self.loaders is None:
