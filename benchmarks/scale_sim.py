@@ -37,14 +37,7 @@ PER_NODE = 16  # GPUs, as in the paper's cluster
 SIDES = (1, 2, 4, 8, 16)  # of CP and PP
 BASE = Fleet(gpus=512 * PER_NODE, tp=PER_NODE, gpus_per_node=PER_NODE, batch=512, workers=4)  # Figure 14
 VARIED = (("Figure 14", {}), ("batch 2048", {"batch": 2048}), ("16 workers", {"workers": 16}), ("4096 nodes", {"gpus": 4096 * PER_NODE}))
-PAPER = {
-    14: "marginal overhead at low parallelism, from what data constructors buffer; with more context and pipeline parallelism the gains "
-    "become significant (7.4)",
-    17: "a larger batch costs Overlord more; more workers make its savings more pronounced; in a larger cluster with little CP and PP it "
-    "is harder to save, since there are more data-parallel groups (appendix A)",
-    18: "1k GPUs: modest improvement by constructors; 2k: 10x fetch latency without them; 4k: without them the system collapses (appendix "
-    "B)",
-}
+FIGURE_18 = "1k GPUs: modest improvement by constructors; 2k: 10x fetch latency without them; 4k: without them the system collapses"
 FETCH_GPUS = (1024, 2048, 4096)
 PLANNED = (4096, 16384)
 
@@ -77,6 +70,27 @@ def grid_of(name: str, fleet: Fleet, constants: Constants) -> Grid:
 
 def grids(constants: Constants, sources: int) -> list[Grid]:
     return [grid_of(name, replace(BASE, sources=sources, **change), constants) for name, change in VARIED]  # type: ignore[arg-type]
+
+
+def statements(constants: Constants, sources: int) -> list[str]:
+    """The paper's statements of Figures 14 and 17, each with our figure."""
+
+    def ours(cp: int, pp: int, **change: Any) -> tuple[float, float]:
+        """MB a node, and over a colocated loader's; loaders apart."""
+        fleet = replace(BASE, sources=sources, cp=cp, pp=pp, **change)
+        made = overlord(replace(fleet, copies=fleet.dp), constants)
+        return made.per_node / 2**20, made.total / colocated(fleet, constants, first_of_tp=True).total
+
+    (base, low), (_, high) = ours(1, 1), ours(16, 16)
+    batch, workers, cluster, both = ours(1, 1, batch=2048)[0], ours(1, 1, workers=16)[1], ours(1, 1, gpus=4096 * PER_NODE)[1], 16 * 16
+    return [
+        f"*Marginal overhead at low parallelism, gains with more of it*: with loaders apart {low:.2f} of a colocated loader's memory at "
+        f"CP 1 and PP 1, {high:.3f} at CP 16 and PP 16 ({both} ranks a group).",
+        f"*A larger batch costs Overlord more*: {batch - base:+.2f} MB a node for 2048 samples in place of 512; a sample is "
+        f"{constants.sample_tokens:.0f} tokens here, and images in the paper.",
+        f"*More workers make the savings more pronounced*: {low:.2f} with 4 workers, {workers:.2f} with 16.",
+        f"*In a larger cluster with little parallelism it is harder to save*: {low:.2f} with 512 nodes, {cluster:.2f} with 4096.",
+    ]
 
 
 def fetching(job: ov.Job, sources: int, step: Callable[[str, int, int], None]) -> list[tuple[str, Cell]]:
@@ -158,7 +172,8 @@ def page(
         "of a tensor-parallel group), each of whose workers opens every source.",
         "## Constants", markdown_table(("what", "measured"), constants_rows(found.constants)),
         "## Memory over a colocated loader's (Figures 14 and 17)",
-        f"The paper: {PAPER[14]}. {PAPER[17]}.",
+        "The paper's statements (7.4 and appendix A), with our figures:",
+        "\n".join(f"- {line}" for line in statements(found.constants, sources)),
         f"{BASE.gpus // PER_NODE} nodes of {PER_NODE} GPUs (TP {PER_NODE}), batch {BASE.batch}, {BASE.workers} workers; one is changed. "
         "*Shared*: every source is opened once in the fleet, as Overlord does. *Apart*: every data-parallel group has loaders of its own "
         "for all sources, which is how we read the paper's \"without data source partitioning\".",
@@ -167,10 +182,13 @@ def page(
         parts += [f"### {grid.name}: shared", markdown_table(GRID_HEAD, grid_rows(grid.shared))]
         parts += [f"### {grid.name}: apart", markdown_table(GRID_HEAD, grid_rows(grid.apart))]
     parts += [
-        "## Constructors (Figure 18)", f"The paper: {PAPER[18]}.",
+        "## Constructors (Figure 18)", f"The paper (appendix B): {FIGURE_18}.",
         "TP 4, PP 4, every rank fetches. *Fetch*: from the first moment of planning until the last rank has the step, nothing "
         "prefetched; *waited*: what trainers of a second a step stand still, with prefetch. *x with*: over the same with constructors.",
         markdown_table(FETCH_HEAD, fetch_rows(fetch)),
+        "What this model has: the time of every message and byte at the node that sends and at the one that receives, and the planner's "
+        "own. What it lacks: congestion inside a network, lost packets, limits of open sockets. So it shows where time and connections go, "
+        "and no collapse.",
         "## What the planner takes, measured", "CPU milliseconds of a step: the draw, the strategy (`llm_balance`), the checks, and "
         "cutting the plan for every loader host and constructor host. Not simulated.",
         markdown_table(PLAN_HEAD, plan_rows(plans)),
