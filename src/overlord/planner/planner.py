@@ -211,9 +211,7 @@ class Planner(Leaving):
         return commands
 
     def _window_is_open(self) -> bool:
-        if self._finished or not self._consumed:
-            return False
-        if self._waiting and not self._satisfied():
+        if self._finished or not self._consumed or (self._waiting and not self._satisfied()):
             return False
         self._outstanding = [s for s in self._outstanding if s > self._consumed.slowest]
         return len(self._outstanding) < self.spec.prefetch

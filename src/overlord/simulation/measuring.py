@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from overlord.channel.server import Server, dial
+from overlord.constructor.encoding import PixelForm
 from overlord.errors import OverlordError
 from overlord.job import Batch, Job
 from overlord.messages import Cursor, Evaluate, Evaluated, Opening, Read, Refill
@@ -209,9 +210,10 @@ def _hosts(job: Job, n: int) -> dict[str, float]:
 
     names = {s.name for s in job.sources[:n]}
     mixture = {k: v for k, v in job.mixture.items() if k in names} if isinstance(job.mixture, dict) else None
+    strategy = job.strategy if PixelForm.of(job.sources) is not None else "packed"  # images must be placed too
     small = replace(
         job, sources=job.sources[:n], place=ClientPlaceTree(), mixture=mixture, journal=None, until="all", look_ahead=1, overflow="grow",
-        batch=Batch(samples=SAMPLES, context=job.batch.context), hooks=(), strategy="packed",
+        batch=Batch(samples=SAMPLES, context=job.batch.context), hooks=(), strategy=strategy,
     )  # fmt: skip
     with launch(small, runtime="process", hosts=1, sources_per_host=n, constructor_hosts=1, prefetch=2, read_ahead=2) as session:
         served = session.serve(ranks=[0])

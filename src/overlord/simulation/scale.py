@@ -119,7 +119,8 @@ def simulated(
     clock: Callable[[], float] = time.thread_time, cache_dir: Path | None = None,
 ) -> tuple[Measured, Path, list[Cell]]:  # fmt: skip
     """Every size, with and without constructors as asked."""
-    blueprint = Blueprint(replace(job, journal=None), Options(cache_dir=cache_dir))
+    endless = tuple(replace(source, epochs=None) for source in job.sources)  # a large fleet is through with a small corpus at once
+    blueprint = Blueprint(replace(job, journal=None, sources=endless), Options(cache_dir=cache_dir))
     try:
         found, kept = constants_of(blueprint, again=again, progress=progress)
         cells = []
