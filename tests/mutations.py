@@ -136,7 +136,7 @@ MUTATIONS = [
         "planner/planner.py",
         ("payload by source, not by loader", "by_stream = np.lexsort((order, loader))", "by_stream = np.argsort(order, kind='stable')"),
         ("prefetch one more", "len(self._outstanding) < self.spec.prefetch", "len(self._outstanding) <= self.spec.prefetch"),
-        ("the fastest rank sets the pace", "if s > min(self._consumed.values())]", "if s > max(self._consumed.values())]"),
+        ("the fastest rank sets the pace", "if s > self._consumed.slowest]", "if s > max(self._consumed.values())]"),
         (
             "accounts of an empty draw lost",
             "state = replace(self._state, owed=drawn.owed, active=drawn.active)",

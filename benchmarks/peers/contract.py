@@ -68,7 +68,7 @@ def touch(microbatch: Mapping[str, Any]) -> int:
 def read_pages(microbatch: Mapping[str, Any]) -> int:
     """The same, and a byte of every page is read: memory of another process is mapped by the first look, and not before."""
     for key in DTYPES:
-        value = microbatch[key]
+        value = as_numpy(microbatch[key])
         if value.nbytes >= PAGE:
             value.view(np.uint8)[::PAGE].max()
     return touch(microbatch)

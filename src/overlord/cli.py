@@ -33,6 +33,7 @@ from overlord.cliparts import (
     where,
 )
 from overlord.cliscaling import partition, profile
+from overlord.clisimulate import simulate
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -45,6 +46,7 @@ cli.add_command(drill)
 cli.add_command(journal)
 cli.add_command(partition)
 cli.add_command(profile)
+cli.add_command(simulate)
 cli.add_command(status)
 cli.add_command(stop)
 

@@ -84,6 +84,21 @@ def test_closing_a_reader_closes_its_handles_and_no_others(tmp_path):
     assert texts(a.slice(0, 1)) == [f"row {i}" for i in range(10, 20)]
 
 
+@pytest.mark.parametrize("bounds", [{}, {"max_open": 2}, {"max_bytes": 1}])
+def test_what_is_open_is_told_by_reader_whoever_closes_it(tmp_path, bounds):
+    cache = HandleCache(**bounds)
+    readers = [reader(tmp_path / str(i), cache=cache) for i in range(2)]
+    for t in range(3):
+        for chunk in range(3):
+            for one in readers:
+                one.slice(chunk, t)
+                assert sum(r.open_bytes for r in readers) == cache.metrics()["bytes"]
+                assert one.open_bytes > 0 or t == 2
+    readers[0].slice(0, 0)
+    readers[0].close()
+    assert (readers[0].open_bytes, cache.metrics()["bytes"]) == (0, readers[1].open_bytes)
+
+
 def test_threads_may_share_a_reader(tmp_path):
     chunks, wrong = reader(tmp_path, cache=HandleCache(max_open=2)), []
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def job_metrics(planner: Planner | Counted, figures: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Steps, samples and tokens, what each source gave, the mix of the last steps, reports, memory."""
-    totals = planner.ledger
+    totals, roles = planner.ledger, pss_by_role(figures)
     return {
         "planned_steps": planner.next_step,
         "samples": int(totals.samples.sum()),
@@ -26,9 +26,23 @@ def job_metrics(planner: Planner | Counted, figures: Mapping[str, Any], names: S
         "sources": _by_source(planner, figures, names),
         "mix": mix_by_step(totals.mixed, names),
         "feedback": planner.feedback,
-        # Of all processes of the job: pages they share are counted once, in equal parts.
-        "memory": {**figures["memory"], "pss": pss_bytes() + sum(part["pss"] for part in [*figures["hosts"], *_apart(figures)])},
+        "memory": {**figures["memory"], "pss": sum(roles.values()), "roles": roles},
     }
+
+
+ROLES = {"loader-host": "loaders", "constructor-host": "constructors"}  # by the names of hosts
+BYTES = ("ready_bytes", "kept_bytes", "window_bytes", "open_bytes")  # of a loader
+
+
+def pss_by_role(figures: Mapping[str, Any]) -> dict[str, int]:
+    """PSS of all processes of the job: pages that they share are counted once, in equal parts. ``session`` is the process that
+    launched: it has the planner unless that has one of its own, and in the local runtime all there is. Trainers elsewhere are not ours."""
+    roles = {"session": pss_bytes(), "planner": sum(part["pss"] for part in _apart(figures)), "loaders": 0, "constructors": 0}
+    for host in figures["hosts"]:
+        role = host["name"].partition("/")[0]
+        roles[ROLES.get(role, role)] = roles.get(ROLES.get(role, role), 0) + host["pss"]
+    roles["workers"] = sum(row["worker_pss"] for row in [*figures["loaders"], *figures.get("shadows", ())])
+    return {role: n for role, n in roles.items() if n}
 
 
 def _apart(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -44,17 +58,20 @@ def _by_source(planner: Planner | Counted, figures: Mapping[str, Any], names: Se
         name: {
             "wanted": w / (sum(weights) or 1.0), "realised": int(totals.samples[i]) / drawn, "samples": int(totals.samples[i]),
             "tokens": int(totals.tokens[i]), "quarantined": int(totals.quarantined[i]), "dropped": dropped[i],
-            "read_s": 0.0, "transform_s": 0.0, "ready": 0, "ready_bytes": 0,
+            "read_s": 0.0, "transform_s": 0.0, "ready": 0, **dict.fromkeys(BYTES, 0), "shadow_bytes": 0, "bytes": 0,
         }
         for i, (name, w) in enumerate(zip(names, weights, strict=True))
     }  # fmt: skip
     for row in figures["loaders"]:
         s = stats[row["source"]]
-        for what in ("read_s", "transform_s", "ready", "ready_bytes"):
+        for what in ("read_s", "transform_s", "ready", *BYTES):
             s[what] += row[what]
+        s["bytes"] += sum(row[what] for what in BYTES)
         for what in ("store", "storage", "images"):
             if row.get(what) is not None:
                 s[what] = added_up([s.get(what, {}), row[what]])
+    for row in figures.get("shadows", ()):  # apart: they are the price of going on without a pause
+        stats[row["source"]]["shadow_bytes"] += sum(row[what] for what in BYTES)
     return stats
 
 

@@ -72,7 +72,7 @@ def run_view(job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Seq
         (name, f"{w / meter.steps:.2%}", f"{n / meter.samples.sum():.2%}", f"{n:,}", f"{t:,}", f"{s['quarantined']:,}", f"{s['dropped']:,}")
         for (name, s), w, n, t in zip(metrics["sources"].items(), meter.wanted, meter.samples, meter.source_tokens, strict=False)
     ]
-    memory = {k: v for k, v in metrics["memory"].items() if k != "pss"}
+    memory = {k: v for k, v in metrics["memory"].items() if k not in ("pss", "roles", "budget")}
     peak = max(meter.peak_pss, metrics["memory"]["pss"])  # the meter sees this process, at every step; metrics all, at the end
     facts = [
         ("steps", f"{meter.steps:,}, {meter.tokens:,} tokens, {meter.tokens_per_s:,.0f} tokens/s"),

@@ -14,6 +14,7 @@ from overlord.planner.ahead import Extended, Reserve
 from overlord.planner.demand import Demand
 from overlord.planner.gather import Joined, gather
 from overlord.planner.mixture import Mixture
+from overlord.planner.paces import Paces
 from overlord.planner.spec import Ledger, PlannerSpec
 from overlord.planner.stream import SourceStream
 from overlord.sample import Buffer
@@ -26,7 +27,7 @@ class Answers:
     ledger: Ledger
     floor: int
     _begun: int
-    _consumed: dict[int, int]
+    _consumed: Paces
     _finished: Finish | None
     _demand: Demand
     _ended: Finish | None
@@ -110,7 +111,7 @@ class Answers:
     @property
     def taken(self) -> int | None:
         """The last step that every rank has taken; None: nobody takes part."""
-        return min(self._consumed.values(), default=None)
+        return self._consumed.slowest if self._consumed else None
 
     @property
     def weights(self) -> list[float]:

@@ -83,10 +83,10 @@ class Cutter:
         sends: dict[int, dict[int, np.ndarray]] = {}  # loader host -> constructor host -> rows of the plan, in the order they are sent
         pictures = None if self._images is None or stage.skipped else _Pictures(stage, host, number, self._images)
         placed: dict[int, Placed] = {}
+        of, scratch = _Shares(stage.plan, bucket, goes_to), np.full(len(stage.plan), -1, np.int64)
         # Whoever serves anyone hears of the step: buckets without a document in it get empty microbatches.
         for c in np.unique(goes_to[goes_to >= 0]).tolist():
-            buckets = _buckets_of(stage.plan, goes_to == c)
-            rows = np.flatnonzero(buckets[bucket])
+            rows, items = of(c)
             order = np.lexsort((stage.doc[rows], host[stage.doc[rows]]))
             doc = np.empty(len(rows), np.int64)
             doc[order] = np.arange(len(rows))
@@ -94,20 +94,20 @@ class Cutter:
             origins = np.unique(origin).tolist()
             for h in origins:
                 sends.setdefault(h, {})[c] = rows[order[origin == h]]
-            cut = self._stage_for(stage, rows, doc, buckets, after)
+            cut = self._stage_for(stage, rows, doc, items, after, scratch)
             if pictures is not None:
                 cut = replace(cut, encoding=pictures.send(c, np.flatnonzero(goes_to == c)))
                 origins = sorted({*origins, *(h for h, to in pictures.sends.items() if c in to)})
             placed[c] = Placed(cut, tuple(origins), self.generation)
         return Cuts(self._parts(stage, host, number, sends, pictures, acked), placed)
 
-    def _stage_for(self, stage: Stage, rows: np.ndarray, doc: np.ndarray, buckets: np.ndarray, after: Sealed) -> Stage:
+    def _stage_for(self, stage: Stage, rows: np.ndarray, doc: np.ndarray, items: np.ndarray, after: Sealed, where: np.ndarray) -> Stage:
         nothing = np.zeros(0, np.int64)
         if self._whole:  # a hook of the user sees the whole plan, whoever runs it
             wide = np.full(len(stage.plan), -1, np.int64)
             wide[rows] = doc
             return replace(stage, pops=nothing, doc=wide, after=after, kept=None, loader=None)
-        plan = stage.plan if len(rows) == len(stage.plan) else cut_plan(stage.plan, rows, buckets[stage.plan.main.bucket])
+        plan = stage.plan if len(rows) == len(stage.plan) else _cut(stage.plan, rows, items, where)
         return replace(
             stage, plan=replace(plan, modules={"backbone": plan.main}), pops=nothing, doc=doc, after=after, kept=None, loader=None
         )
@@ -232,13 +232,51 @@ def spread(cuts: Cuts, ranks: Sequence[Sequence[int]], served: Collection[int] =
 
 def cut_plan(plan: LoadingPlan, rows: np.ndarray, items: np.ndarray) -> LoadingPlan:
     """These samples of a plan, and of its backbone the items that ``items`` marks, which must be of them."""
-    columns = {name: getattr(plan, name)[rows] for name in ("source", "epoch", "file", "row", "part", "tokens")}
-    substep = None if plan.substep is None else plan.substep[rows]
     if not len(items):
+        columns, substep = _columns(plan, rows)
         return replace(plan, substep=substep, **columns)
-    where = np.full(len(plan), -1, np.int64)
+    return _cut(plan, rows, np.flatnonzero(items), np.full(len(plan), -1, np.int64))
+
+
+def _cut(plan: LoadingPlan, rows: np.ndarray, items: np.ndarray, where: np.ndarray) -> LoadingPlan:
+    """The same with the numbers of the items. ``where``: as long as the plan, to be written to, what is in it does not matter."""
+    columns, substep = _columns(plan, rows)
     where[rows] = np.arange(len(rows))
     return replace(plan, substep=substep, modules={"backbone": _items(plan.main, items, where)}, **columns)
+
+
+def _columns(plan: LoadingPlan, rows: np.ndarray) -> tuple[dict[str, Any], np.ndarray | None]:
+    columns = {name: getattr(plan, name)[rows] for name in ("source", "epoch", "file", "row", "part", "tokens")}
+    return columns, None if plan.substep is None else plan.substep[rows]
+
+
+class _Shares:
+    """Rows and items of a plan by constructor host, rising. Sorted once: there may be a thousand hosts, and a look at the whole plan
+    for each of them took ten times what planning takes."""
+
+    def __init__(self, plan: LoadingPlan, bucket: np.ndarray, goes_to: np.ndarray):
+        self._plan, self._bucket, self._goes_to = plan, bucket, goes_to
+        self._sorted = plan.main.axis == "DP" or plan.place is None
+        if self._sorted:
+            self._rows, self._items = _Sorted(goes_to[bucket]), _Sorted(goes_to[plan.main.bucket])
+
+    def __call__(self, c: int) -> tuple[np.ndarray, np.ndarray]:
+        if self._sorted:
+            return self._rows(c), self._items(c)
+        buckets = _buckets_of(self._plan, self._goes_to == c)  # along other axes a bucket may have ranks of several groups
+        return np.flatnonzero(buckets[self._bucket]), np.flatnonzero(buckets[self._plan.main.bucket])
+
+
+class _Sorted:
+    """Where a key stands in an array, for many keys."""
+
+    def __init__(self, keys: np.ndarray):
+        self._order = np.argsort(keys, kind="stable")
+        self._keys = keys[self._order]
+
+    def __call__(self, key: int) -> np.ndarray:
+        first, last = np.searchsorted(self._keys, (key, key + 1))
+        return self._order[first:last]
 
 
 def _items(main: Assignment, items: np.ndarray, where: np.ndarray) -> Assignment:

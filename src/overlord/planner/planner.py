@@ -45,6 +45,7 @@ from overlord.planner.events import joined, said_of_all, skipped, still_in_force
 from overlord.planner.gather import Joined, check_plan, check_samples
 from overlord.planner.leaving import Leaving
 from overlord.planner.mixture import Mixture, nothing_to_draw
+from overlord.planner.paces import Paces
 from overlord.planner.spec import Ledger, NewSource, PlannerSpec, SourceSpec, initial_state
 from overlord.planner.stream import Piece, SourceStream
 
@@ -68,7 +69,7 @@ class Planner(Leaving):
             samples=spec.batch.samples, tokens=spec.batch.tokens, draws=draws, random=spec.draw == "random",
             seed=spec.seed, fill=spec.until != "first",
         )  # fmt: skip
-        self._consumed: dict[int, int] = {}  # rank -> last step it was handed
+        self._consumed = Paces()  # rank -> last step it was handed
         self._outstanding: list[int] = []  # planned steps to be delivered that some rank has not taken
         self._waiting: dict[int, int] = {}  # source -> samples the blocked draw needs
         self._reserve = Reserve(len(spec.sources)) if spec.leaves_holes or any(map(len, state.ahead)) else None
@@ -91,7 +92,7 @@ class Planner(Leaving):
         self._stop, self._ended = before._stop, before._finished or before._ended
         self.ledger.adopt(before.ledger)
         self._mixture.feedback.adopt(before._mixture.feedback)
-        self._consumed = {rank: max(step, self._state.step - 1) for rank, step in before._consumed.items()}
+        self._consumed = Paces((rank, max(step, self._state.step - 1)) for rank, step in before._consumed.items())
         return self._plan_ahead()
 
     # events
@@ -215,11 +216,9 @@ class Planner(Leaving):
         return commands
 
     def _window_is_open(self) -> bool:
-        if self._finished or not self._consumed:
+        if self._finished or not self._consumed or (self._waiting and not self._satisfied()):
             return False
-        if self._waiting and not self._satisfied():
-            return False
-        self._outstanding = [s for s in self._outstanding if s > min(self._consumed.values())]
+        self._outstanding = [s for s in self._outstanding if s > self._consumed.slowest]
         return len(self._outstanding) < self.spec.prefetch
 
     def _plan_step(self) -> list[Command]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.encoding import PixelForm
+from overlord.constructor.slabs import SlabPool
 from overlord.errors import JobError, StateMismatch
 from overlord.hashing import digest
 from overlord.hooks import Hook, RawPlan
@@ -137,7 +138,7 @@ class Blueprint:
         job, planner = self.job, self.planner(state)
         cursors = planner.state().cursors.tolist()
         cores = [core for i in range(len(job.sources)) for core in self.loaders_for(i, Cursor(*cursors[i]))]
-        return Host(
+        host = Host(
             planner=planner, loaders=[loader for loader, _ in cores], readers=[reader for _, reader in cores],
             assemblers=[
                 Assembler(b, ranks, self.options.build_ahead or self.options.prefetch) for b, ranks in enumerate(job.place.buckets("DP"))
@@ -145,6 +146,9 @@ class Blueprint:
             batch=job.batch, multiple=job.document_multiple, executor=executor, check=self.options.check,
             hooks=tuple(job.hooks), seed=job.seed, images=self.images, broadcast=self.options.broadcast,
         )  # fmt: skip
+        if self.options.memory is not None and self.options.ring_bytes is not None:
+            host.building.slabs = SlabPool(self.options.ring_bytes)
+        return host
 
     def with_loaders(self, loaders: Sequence[int], read_ahead: int) -> Blueprint:
         """This blueprint with so many loaders for each source, that read so many steps ahead where nobody said how many."""

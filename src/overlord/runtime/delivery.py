@@ -46,7 +46,7 @@ class Slabs:
     process serves: what is built there is copied on its way, and nobody waits for anybody."""
 
     def __init__(self, ring: Ring):
-        self._ring, self._more = ring, SlabPool()
+        self._ring, self._more = ring, SlabPool(min(2**30, ring.max_bytes))
 
     def __call__(self, nbytes: int) -> np.ndarray:
         found = self._ring.take(nbytes) if nbytes <= self._ring.max_bytes else None

@@ -18,9 +18,10 @@ from overlord.runtime.control import HURRY_S, Control
 from overlord.runtime.host import KeptPlans
 from overlord.runtime.local import Pump, ThreadExecutor
 from overlord.runtime.machine import Machine
-from overlord.runtime.options import CORES_PER_CONSTRUCTOR, Options, n_workers
+from overlord.runtime.options import CORES_PER_CONSTRUCTOR, Options, n_cores, n_workers
 from overlord.runtime.placing import Layout, cores_for_loading, unknown
 from overlord.runtime.written import Unwritten
+from overlord.scaling.budget import parse_bytes, split
 
 if TYPE_CHECKING:
     from overlord.runtime.planned import FarPlanner, FarPlans
@@ -114,6 +115,26 @@ def sized(runtime: str, job: Job, options: Options) -> Options:
     beside = len(set(layout.rank_nodes)) or max(1, cores // CORES_PER_CONSTRUCTOR)
     constructors = options.constructor_hosts or min(buckets, beside)
     return replace(options, hosts=options.hosts or cores, constructor_hosts=constructors, workers=options.workers or cores)
+
+
+def budgeted(runtime: str, job: Job, options: Options) -> Options:
+    """One budget for a machine, as bounds of what is held there. Of hosts as many are counted as there may be, on this one machine."""
+    if options.memory is None:
+        return options
+    loaders = sum((options.loaders or {}).get(name, 1) for name in job.names) * (1 if options.shadows == "none" else 2)
+    hosts = builders = 0
+    if runtime != "local":
+        per_host = -(-len(job.sources) // options.sources_per_host) if options.sources_per_host else 1
+        hosts = max(per_host, min(options.hosts or n_cores(), loaders))
+        builders = options.constructor_hosts or max(1, n_cores() // CORES_PER_CONSTRUCTOR)
+    try:
+        found = split(parse_bytes(options.memory), loaders=loaders, loader_hosts=hosts, constructor_hosts=builders)
+    except ValueError as problem:
+        raise JobError([f"memory: {problem}"], "launch") from None
+    return replace(
+        options, buffer_bytes=min(options.buffer_bytes, found.buffer_bytes), open_bytes=min(options.open_bytes, found.open_bytes),
+        ring_bytes=min(options.ring_bytes or found.ring_bytes, found.ring_bytes),
+    )  # fmt: skip
 
 
 def keep(runtime: str, address: str | None) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from typing import Any
 from overlord.errors import JobError
 from overlord.job import Job
 from overlord.runtime.bootstrap import Blueprint
-from overlord.runtime.engines import RUNTIMES, keep, sized
+from overlord.runtime.engines import RUNTIMES, budgeted, keep, sized
 from overlord.runtime.left import left_behind
 from overlord.runtime.options import Options
 from overlord.runtime.partitioning import profiled
@@ -24,8 +24,9 @@ def launch(
     the job's journal says.
 
     Options (none changes the stream): prefetch=4, loaders={"web": 3}, workers=, read_ahead=, build_ahead=, buffer_bytes=, open_bytes=,
-    open_files=, cache_dir=, stall_warn_s=30, stall_limit_s=540 (NCCL gives up after 600), on_stall=callback(words, seconds),
-    progress=callback(done, total). Of the process runtime: sources_per_host=, hosts=, constructor_hosts=, ring_bytes=, constructors=True.
+    open_files=, memory="64GB" (of this machine, split over these), cache_dir=, stall_warn_s=30, stall_limit_s=540 (NCCL gives up after
+    600), on_stall=callback(words, seconds), progress=callback(done, total). Of the process runtime: sources_per_host=, hosts=,
+    constructor_hosts=, ring_bytes=, constructors=True.
     Of trainers that broadcast: broadcast=True (False: every rank fetches its own).
     Of what is lost (process runtime): failover=True (False: a lost part ends the job), lost_after_s=15, max_restarts=3, shadows="none",
     "heavy" or "all".
@@ -49,7 +50,7 @@ def launch(
         raise JobError(problems, "launch")
     let_go = keep(runtime, given.address)  # a cluster is there while files are indexed; then the session has it
     try:
-        return _launched(job, runtime, resume, allow, sized(runtime, job, given))
+        return _launched(job, runtime, resume, allow, budgeted(runtime, job, sized(runtime, job, given)))
     finally:
         let_go()
 

@@ -14,6 +14,7 @@ from overlord.loader.buffer import Shelf
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
 from overlord.messages import Back, Evaluate, Open, Opening, Pop, Read, ReadFailed, Refill
+from overlord.observe.memory import pss_bytes
 from overlord.runtime.carrier import Done, Executor
 from overlord.sample import Content, Ragged
 from overlord.transforms.worker import TransformWorker
@@ -298,11 +299,13 @@ class Loading:
         return [
             {"loader": number, "source": h.reader.order.name, "doing": h.doing, "ready": h.loader.ready,
              "ready_bytes": h.shelf.nbytes, "kept_bytes": h.shelf.kept_bytes, "shadow": h.shadow,
+             "window_bytes": h.reader.stats.raw_bytes, "open_bytes": getattr(h.reader.chunks, "open_bytes", 0),
              "read_s": h.reader.stats.read_s, "transform_s": h.reader.stats.transform_s,
              "samples": h.reader.stats.samples, "tokens": h.reader.stats.tokens,
              "store": getattr(h.reader.chunks, "store_metrics", None),
              "storage": getattr(h.reader.chunks, "storage_metrics", None), "images": h.reader.stats.images,
-             "worker": isinstance(h.reader.stages, TransformWorker), "worker_pid": getattr(h.reader.stages, "pid", None)}
+             "worker": isinstance(h.reader.stages, TransformWorker), "worker_pid": (pid := getattr(h.reader.stages, "pid", None)),
+             "worker_pss": pss_bytes(pid) if pid else 0}
             for number, h in self.hosted.items()
         ]  # fmt: skip
 

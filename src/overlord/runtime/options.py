@@ -15,7 +15,7 @@ from overlord.errors import JobError
 from overlord.hooks import CONSTRUCTOR, of_kind
 from overlord.job import Job, did_you_mean
 from overlord.planner.schedulebase import learns
-from overlord.runtime import later
+from overlord.scaling.budget import parse_bytes
 from overlord.scaling.scaler import Limits
 
 _HOST_PORT = re.compile(r".+:[0-9]{1,5}")
@@ -38,6 +38,8 @@ class Options:
     buffer_bytes: int = 2**30  # of samples held ready beyond the draw, over all sources
     open_bytes: int = 2**28  # of files held open in the middle of a chunk
     open_files: int = 512
+    # Of this machine, "64GB": split over what loading holds there. What buffer_bytes, open_bytes and ring_bytes say can only make it less.
+    memory: int | str | None = None
     cache_dir: str | Path | None = None
     stall_warn_s: float = 30.0
     stall_limit_s: float = 540.0  # below the ten minutes after which NCCL ends a job without saying why
@@ -69,7 +71,7 @@ class Options:
         return Options(**given)
 
     def problems(self, job: Job) -> list[str]:
-        found = later.option_problems(self)
+        found: list[str] = []
         for name, least in (("prefetch", 1), ("buffer_bytes", 1), ("open_bytes", 1), ("open_files", 1)):
             if not _is_int(getattr(self, name)) or getattr(self, name) < least:
                 found.append(f"{name}: wanted a whole number of at least {least}, found {getattr(self, name)!r}")
@@ -96,8 +98,15 @@ class Options:
             found.append(f"on_stall: wanted a function of (what is waited for, seconds), found {self.on_stall!r}")
         if self.progress is not None and not callable(self.progress):
             found.append(f"progress: wanted a function of (sources indexed, of how many), found {self.progress!r}")
-        found += self._loader_problems(job) + self._scaling_problems()
+        found += self._loader_problems(job) + self._scaling_problems() + self._memory_problems()
         return found or self._lag_problems(job)
+
+    def _memory_problems(self) -> list[str]:
+        try:
+            parse_bytes(1 if self.memory is None else self.memory)
+        except ValueError as problem:
+            return [f"memory: {problem}"]
+        return []
 
     def _loader_problems(self, job: Job) -> list[str]:
         if self.loaders is None:

@@ -12,6 +12,7 @@ from overlord.job import Job
 from overlord.observe.metrics import actors, added_up, job_metrics, loader_name
 from overlord.plan import LoadingPlan
 from overlord.runtime.engines import counted
+from overlord.runtime.options import ring_bytes
 from overlord.sample import Buffer
 
 if TYPE_CHECKING:
@@ -110,11 +111,17 @@ class Questions:
         """A dict of what is going on: steps, mix wanted and realised, memory, time spent reading and transforming."""
         return self._pump.ask(self._metrics, "the pump")
 
+    def _budget(self) -> dict[str, int]:
+        """What may be held ahead of the draw, in bytes: samples ready, files being read, and by each host steps on their way."""
+        options = self._blueprint.options
+        return {"ready": options.buffer_bytes, "open": options.open_bytes, "steps": ring_bytes(options)}
+
     def _metrics(self) -> dict[str, Any]:
         figures = self._host.figures()
         found = job_metrics(counted(self._host), figures, self.job.names)
         for name, event in self._lost.items():
             found["sources"].get(name, {})["lost"] = {"step": event.at, "reason": event.reason}
+        found["memory"]["budget"] = self._budget()
         return {
             **found,
             "uptime_s": time.monotonic() - self._started,

@@ -26,10 +26,12 @@ from overlord.sources.uris import scrub
 
 @dataclass(slots=True)
 class Handle:
-    """An open chunk. ``slices`` will give slice number ``next`` next."""
+    """An open chunk. ``slices`` will give slice number ``next`` next. While nobody uses it, it holds ``nbytes`` for ``reader``."""
 
     slices: Iterator[RawSlice]
     next: int
+    reader: int = -1
+    nbytes: int = 0
 
     def close(self) -> None:
         close = getattr(self.slices, "close", None)  # a generator, which closes its file
@@ -41,15 +43,36 @@ class HandleCache:
     """Open chunks of all sources of a process, bounded by number and by the bytes they hold."""
 
     def __init__(self, max_open: int = 1024, max_bytes: int = 2**29):
-        self._handles: Lru[tuple[int, int], Handle] = Lru(max_open, max_bytes, Handle.close)
+        self._handles: Lru[tuple[int, int], Handle] = Lru(max_open, max_bytes, self._let_go)
         self._lock = Lock()
+        self._held: dict[int, int] = {}  # bytes by reader
         self._counts = {"opens": 0, "reopens": 0, "reads": 0}
 
     def take(self, key: tuple[int, int]) -> Handle | None:
-        return self._handles.take(key)
+        if (handle := self._handles.take(key)) is not None:
+            self._hold(handle.reader, -handle.nbytes)
+        return handle
 
     def put(self, key: tuple[int, int], handle: Handle, nbytes: int) -> None:
+        handle.reader, handle.nbytes = key[0], nbytes
+        self._hold(key[0], nbytes)
         self._handles.put(key, handle, nbytes)
+
+    def bytes_of(self, reader: int) -> int:
+        """What the open chunks of one reader hold."""
+        return self._held.get(reader, 0)
+
+    def _hold(self, reader: int, nbytes: int) -> None:
+        with self._lock:
+            left = self._held.get(reader, 0) + nbytes
+            if left:
+                self._held[reader] = left
+            else:
+                self._held.pop(reader, None)
+
+    def _let_go(self, handle: Handle) -> None:
+        self._hold(handle.reader, -handle.nbytes)
+        handle.close()
 
     def count(self, what: str) -> None:
         with self._lock:
@@ -160,6 +183,11 @@ class ChunkReader:
     def storage_metrics(self) -> dict[str, Any] | None:
         """What went wrong with its storage: retries, errors by kind, seconds waited, reads given up."""
         return self.tally.trouble() if self.waits else None
+
+    @property
+    def open_bytes(self) -> int:
+        """What its open chunks hold while nobody reads them."""
+        return self._cache.bytes_of(self._id)
 
     def doing(self) -> str:
         """What is waited for, in words, once that takes long."""

@@ -1,0 +1,50 @@
+"""What one more source, rank and worker takes, fitted over the cells that were measured; from it those that do not fit a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from holding.case import COLOCATED, Case, Found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slopes:
+    """MB. Of a colocated loader: by rank, worker, and source of a worker. Of Overlord: once, by rank, source, and rank times source."""
+
+    kind: str
+    names: tuple[str, ...]
+    values: tuple[float, ...]
+    worst: float  # largest distance from a measured cell, as a share of it
+
+    def predict(self, case: Case) -> float:
+        return float(features(case) @ np.array(self.values))
+
+
+def features(case: Case) -> np.ndarray:
+    if case.kind == COLOCATED:
+        readers = case.ranks * case.workers
+        return np.array([case.ranks, readers, readers * case.n_sources], float)
+    return np.array([1, case.ranks, case.n_sources, case.ranks * case.n_sources], float)
+
+
+def names_of(kind: str) -> tuple[str, ...]:
+    return ("rank", "worker", "source of a worker") if kind == COLOCATED else ("once", "rank", "source", "rank x source")
+
+
+def fit(found: Sequence[Found]) -> Slopes:
+    """Least squares, each cell weighed by its size: a distance of a tenth counts the same in a small one and in a large one."""
+    kind = found[0].case.kind
+    rows = np.array([features(f.case) for f in found])
+    sizes = np.array([f.over_mb for f in found])
+    weight = 1 / np.maximum(sizes, 1.0)
+    values, *_ = np.linalg.lstsq(rows * weight[:, None], sizes * weight, rcond=None)
+    worst = float(np.max(np.abs(rows @ values - sizes) * weight))
+    return Slopes(kind=kind, names=names_of(kind), values=tuple(values.tolist()), worst=worst)
+
+
+def guess(case: Case) -> float:
+    """MB of a colocated cell before any was measured: so that the first does not fill the machine."""
+    return case.ranks * case.workers * (30 + 4 * case.n_sources) if case.kind == COLOCATED else 1500.0

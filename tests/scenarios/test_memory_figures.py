@@ -1,0 +1,60 @@
+"""What ``metrics()`` says of memory, where everything is one process and where there are several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import overlord as ov
+from tests.corpus import write_rows
+
+pytestmark = pytest.mark.timeout(120)
+ROWS = [{"tokens": list(range(1 + i % 40)), "n": i} for i in range(400)]
+
+
+def job_of(folder: Path) -> ov.Job:
+    for name in ("small", "large"):
+        write_rows(folder / name, "parquet", ROWS, row_group_size=100)
+    sources = [
+        ov.Source(name, str(folder / name), transforms=[ov.Tokens("tokens")], weight=weight)
+        for name, weight in (("small", 1), ("large", 3))
+    ]
+    return ov.Job(
+        name="memory", sources=sources, place=ov.ClientPlaceTree(dp=2), batch=ov.Batch(samples=16, context=64), seed=3, slice_rows=16,
+    )  # fmt: skip
+
+
+def figures(job: ov.Job, runtime: str, **options: Any) -> dict[str, Any]:
+    with ov.launch(job, runtime=runtime, **options) as session:
+        clients = [session.client(rank) for rank in range(2)]
+        for _ in range(3):
+            for client in clients:
+                next(client)
+        return session.metrics()
+
+
+@pytest.mark.parametrize(
+    ("runtime", "options", "roles"),
+    [
+        ("local", {}, {"session"}),
+        ("process", {"hosts": 2, "sources_per_host": 1}, {"session", "loaders", "constructors"}),
+        ("process", {"hosts": 2, "sources_per_host": 1, "shadows": "all"}, {"session", "loaders", "constructors"}),
+    ],
+)
+def test_every_process_counts_once_by_its_role_and_every_byte_by_its_source(
+    tmp_path: Path, runtime: str, options: dict[str, Any], roles: set[str]
+) -> None:
+    found = figures(job_of(tmp_path), runtime, **options)
+    memory, sources = found["memory"], found["sources"]
+    assert set(memory["roles"]) == roles
+    assert sum(memory["roles"].values()) == memory["pss"]
+    assert all(n > 2**20 for n in memory["roles"].values())  # an interpreter alone is more
+    for what, held in (("ready_bytes", "ready"), ("kept_bytes", "kept"), ("window_bytes", "windows"), ("shadow_bytes", "shadows")):
+        by_source = sum(s[what] for s in sources.values())
+        if what != "shadow_bytes":  # of shadows the sources' figure has the open files too
+            assert by_source == memory[held], what
+        assert (by_source > 0) == (memory[held] > 0), what
+    assert all(s["bytes"] == s["ready_bytes"] + s["kept_bytes"] + s["window_bytes"] + s["open_bytes"] for s in sources.values())
+    assert all(s["bytes"] > 0 for s in sources.values())

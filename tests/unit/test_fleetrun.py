@@ -1,0 +1,122 @@
+"""A job on a fleet that is not there: the real planner and assemblers on a virtual clock, and the command that shows it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import overlord as ov
+from overlord.cli import cli
+from overlord.errors import JobError
+from overlord.runtime.bootstrap import Blueprint
+from overlord.runtime.options import Options
+from overlord.scaling.fleet import Fleet
+from overlord.simulation.fleetrun import FleetRun, Ran
+from overlord.simulation.measuring import Measured, probed
+from overlord.simulation.scale import Asked, fleet_of, placed
+from tests.corpus import write_rows
+from tests.properties.test_fleet import LIKELY
+
+ROWS = [{"tokens": list(range(1 + i % 40))} for i in range(600)]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> ov.Job:
+    folder = tmp_path_factory.mktemp("fleet")
+    names = [f"s{i}" for i in range(3)]
+    for name in names:
+        write_rows(folder / name, "parquet", ROWS, row_group_size=50)
+    sources = [ov.Source(name, str(folder / name), transforms=[ov.Tokens("tokens")]) for name in names]
+    return ov.Job(name="fleet", sources=sources, place=ov.ClientPlaceTree(dp=2), batch=ov.Batch(samples=16, context=256), seed=3)
+
+
+def ran(job: ov.Job, fleet: Fleet, *, seen: list[FleetRun] | None = None) -> Ran:
+    blueprint = Blueprint(placed(job, fleet, LIKELY), Options())
+    try:
+        probes = probed(blueprint, lambda what, done, of: None)
+        probes = tuple(replace(p, row_s=1e-4) for p in probes)  # what was measured differs from run to run
+        run = FleetRun(blueprint, probes, fleet, LIKELY)
+        if seen is not None:
+            seen.append(run)
+        return run.run(8, 4)
+    finally:
+        blueprint.close()
+
+
+@pytest.mark.parametrize("constructors", [True, False])
+def test_every_rank_gets_every_step_at_the_pace_of_the_trainers(job: ov.Job, constructors: bool) -> None:
+    fleet, seen = Fleet(gpus=64, tp=2, cp=2, pp=4, sources=3, batch=64, constructors=constructors), list[FleetRun]()
+    found = ran(job, fleet, seen=seen)
+    assert [step.has for step in found.steps] == [64] * 4
+    assert found.most("waited_s") == 0.0
+    assert 0 < found.median("latency_s") < 0.1
+    assert 7.0 <= found.seconds < 8.5  # eight steps of a second
+    assert seen[0].planner.ledger.samples.sum() >= 8 * 64
+
+
+def test_without_a_clock_a_run_is_the_same_every_time(job: ov.Job) -> None:
+    fleet = Fleet(gpus=32, cp=2, sources=3, batch=64)
+    assert ran(job, fleet) == ran(job, fleet)
+
+
+def test_ranks_that_gather_for_themselves_get_more_bytes_and_later(job: ov.Job) -> None:
+    fleet = Fleet(gpus=256, cp=4, gpus_per_node=8, sources=3, batch=256)
+    built, direct = (ran(job, replace(fleet, constructors=c)) for c in (True, False))
+    assert direct.median("nbytes") == pytest.approx(4 * built.median("nbytes"), rel=0.05)
+    assert direct.median("latency_s") > built.median("latency_s")
+
+
+def test_a_planner_that_is_slow_shows_in_latency_and_then_in_waits(job: ov.Job) -> None:
+    """Its time is real time, put on the virtual clock."""
+    fleet, ticks = Fleet(gpus=8, sources=3, batch=16), iter(range(10**9))
+    blueprint = Blueprint(placed(job, fleet, LIKELY), Options())
+    probes = tuple(replace(p, row_s=1e-6) for p in probed(blueprint, lambda what, done, of: None))
+    found = FleetRun(blueprint, probes, fleet, LIKELY, clock=lambda: float(next(ticks))).run(6, 2)  # every look is a second later
+    blueprint.close()
+    assert found.median("plan_s") >= 0.25
+    assert found.median("latency_s") > 1.0
+    assert found.most("waited_s") > 0.5
+
+
+def test_loader_hosts_are_as_many_as_reading_takes(job: ov.Job) -> None:
+    asked = Asked(gpus=[64], cp=2)
+    few, many = (fleet_of(job, asked, 64, replace(LIKELY, read_s=s), True).loader_hosts for s in (1e-4, 1.0))
+    assert (few, fleet_of(job, asked, 64, LIKELY, True).batch) == (1, 16 * 32 // 2)
+    assert many == 46  # 256 samples of a second, with 8 threads that are 0.7 busy
+    with pytest.raises(JobError, match="wanted a multiple of tp x cp x pp = 2, found 63"):
+        fleet_of(job, asked, 63, LIKELY, True)
+
+
+def test_constants_that_are_damaged_or_of_another_version_are_measured_again(job: ov.Job) -> None:
+    blueprint = Blueprint(job, Options())
+    found = Measured(constants=LIKELY, probes=probed(blueprint, lambda what, done, of: None))
+    blueprint.close()
+    kept = json.loads(json.dumps(found.plain()))
+    assert Measured.of(kept, 3) == Measured(constants=LIKELY, probes=found.probes)
+    assert Measured.of({**kept, "version": 0}, 3) is None
+    assert Measured.of(kept, 4) is None
+    assert Measured.of({**kept, "constants": {}}, 3) is None
+    assert Measured.of([], 3) is None
+
+
+def test_the_command_shows_and_writes_what_it_found(job: ov.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept(blueprint: Blueprint, path: Path, *, again: bool, progress: object) -> Measured:
+        return Measured(constants=LIKELY, probes=probed(blueprint, lambda what, done, of: None))
+
+    monkeypatch.setattr("overlord.simulation.scale.measured", kept)  # dummy jobs have their own test
+    (tmp_path / "job.yaml").write_text(job.to_yaml())
+    done = CliRunner().invoke(cli, [
+        "simulate", str(tmp_path / "job.yaml"), "--gpus", "32,64", "--cp", "2", "--json", str(tmp_path / "out.json"),
+    ])  # fmt: skip
+    assert done.exit_code == 0, done.output
+    cells = json.loads((tmp_path / "out.json").read_text())["cells"]
+    assert [(c["gpus"], c["constructors"]) for c in cells] == [(32, True), (32, False), (64, True), (64, False)]
+    assert all(c["planner"]["measured"] and c["memory"]["times_less"] > 0 and c["fetch_s"] > 0 for c in cells)
+    assert "fetch ms" in done.output
+    wrong = CliRunner().invoke(cli, ["simulate", str(tmp_path / "job.yaml"), "--gpus", "many"])
+    assert wrong.exit_code == 2
+    assert "wanted whole numbers above 0" in wrong.output
