@@ -17,6 +17,7 @@ from overlord.job import Job, did_you_mean
 from overlord.planner.schedulebase import learns
 from overlord.runtime import later
 
+_PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 _HOST_PORT = re.compile(r".+:[0-9]{1,5}")
 CORES_PER_CONSTRUCTOR = 16  # one builds a hundred million tokens a second; with several, loaders must sort payload by host
 SHADOWS = ("none", "heavy", "all")
@@ -55,6 +56,8 @@ class Options:
     address: str | None = None  # of a Ray cluster's head, host:port; None: one of this machine, that ends with the job
     rank_nodes: Sequence[str] | None = None  # of the cluster, by rank: name, address or id; constructors and loaders go there first
     sidecar: float = 0.5  # of the idle cores of those nodes, for loaders; beyond it they go to nodes without ranks
+    reserve: bool = False  # True: hosts for which no node has room wait for Ray, and its autoscaler, to find one
+    ports: str | None = None  # "7000-7099": TCP ports at which hosts listen for others; None: any that is free
     partition: str | None = None  # from here on: values other than these are still to come
     autoscale: bool = False
 
@@ -84,6 +87,10 @@ class Options:
             found.append(f"sidecar: wanted a share from 0 to 1, found {self.sidecar!r}")
         if (given := self.rank_nodes) is not None and (isinstance(given, str) or not all(isinstance(n, str) for n in given)):
             found.append(f"rank_nodes: wanted names of nodes by rank, as in ['gpu-0', 'gpu-0', 'gpu-1'], found {given!r:.200}")
+        if not isinstance(self.reserve, bool):
+            found.append(f"reserve: wanted True or False, found {self.reserve!r}")
+        if self.ports is not None and port_range(self.ports) is None:
+            found.append(f"ports: wanted the first and the last, as in '7000-7099', found {self.ports!r}")
         found += self._constructor_problems(job) + self._failover_problems(job)
         if self.cache_dir is not None and not isinstance(self.cache_dir, (str, Path)):
             found.append(f"cache_dir: wanted a directory, found {self.cache_dir!r}")
@@ -136,6 +143,13 @@ class Options:
             f"feedback_lag: wanted at least prefetch + 2 = {self.prefetch + 2}, found {job.feedback_lag}; plans are made {self.prefetch} "
             "steps ahead, and reports must have come before the plan that uses them: raise the job's feedback_lag, or lower prefetch"
         ]
+
+
+def port_range(said: object) -> range | None:
+    """Of ``"7000-7099"``; None: it is no such thing."""
+    found = _PORTS.fullmatch(said) if isinstance(said, str) else None
+    first, last = map(int, found.groups()) if found else (1, 0)
+    return range(first, last + 1) if 1 <= first <= last <= 65535 else None
 
 
 def n_cores() -> int:
