@@ -124,7 +124,7 @@ def test_a_host_that_is_stopped_while_it_is_started_is_given_up_and_started_agai
         session.kill("loader-host/0")
 
     calm = run(replace(made, journal=None), "local")
-    with launch(made, lost_after_s=0.6, max_restarts=2, **APART) as session:
+    with launch(made, lost_after_s=0.6 if PARTS == "process" else 4.0, max_restarts=2, **APART) as session:
         assert play(session, act={6: strike}) == calm
         assert not flag.exists()
         assert "loader-host/0" in {row["part"] for row in session.metrics()["recoveries"]}
