@@ -1,10 +1,10 @@
 """The same job on Ray and off it, beside Ray Data, in one run on the same data: CPU, memory, idle cost, first step, what trainers wait.
 
-    python benchmarks/cluster.py --save                               # for the record: about 24 minutes on two idle cores
+    python benchmarks/cluster.py --save                               # for the record: about 20 minutes on two idle cores
     python benchmarks/cluster.py --sources 5 --jobs null --quick      # a look, two minutes
     python benchmarks/cluster.py --sources 300 --ranks 8 --peers bare,overlord-ray,ray-data
 
-Needs Ray with its data part (``pip install "ray[data]" aiohttp``) and Linux. How it is measured, and what the columns mean:
+Needs Ray with its data part (``pip install "ray[data]==2.60.0" aiohttp``) and Linux. How it is measured, and what the columns mean:
 benchmarks/README.md.
 """
 
@@ -95,7 +95,7 @@ def settings_of(jobs: Sequence[str], sources: Sequence[int], ranks: Sequence[int
         for n in sources:
             for r in ranks[-RANKS_OF.get(job, len(ranks)) :]:
                 left_out = {ONE} if n > MOST_ONE else set()
-                left_out |= {MIXED} if r != ranks[-1] else set()  # it takes minutes, whatever the ranks
+                left_out |= set(THEIRS) if r != ranks[-1] else set()  # they take long, whatever the ranks
                 left_out |= {AUTO} if n <= MOST_ONE or job != jobs[0] or r != ranks[-1] else set()  # with few sources it is the same
                 made.append(Setting(job, n, r, [p for p in peers if p not in left_out]))
     if ONE in peers and max(sources) > MOST_ONE and MOST_ONE not in sources:
@@ -247,7 +247,7 @@ def _words(known: Sequence[str], given: str) -> list[str]:
 @click.option("--jobs", default="null,tokenized", show_default=True)
 @click.option("--ranks", type=Numbers(), default="2,8", show_default=True, help="The tokenized job is done with the last of them only.")
 @click.option("--peers", default=",".join(PEERS), show_default=True, help="Not all of them with all sources and ranks.")
-@click.option("--run-s", type=float, default=12.0, show_default=True, help="A cell delivers for so long at most.")
+@click.option("--run-s", type=float, default=10.0, show_default=True, help="A cell delivers for so long at most.")
 @click.option("--start-s", type=float, default=90.0, show_default=True, help="Until its first step; one that needs longer has failed.")
 @click.option("--quick", is_flag=True, help="Six times fewer tokens and 5 s at most: a look, not a measurement.")
 @click.option("--data", type=click.Path(path_type=Path, file_okay=False), default=default_folder, help="Where the data is made and kept.")

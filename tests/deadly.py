@@ -81,6 +81,18 @@ class Halting:
         return "Halting()"
 
 
+class Slow(Halting):
+    """The same with a start that takes so long."""
+
+    def __init__(self, flag: Path, launcher: int = 0, seconds: float = 2.0):
+        self.flag, self.launcher, self.seconds = flag, launcher or os.getpid(), seconds
+        if self.launcher != os.getpid() and flag.exists():
+            time.sleep(seconds)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.flag, self.launcher, self.seconds)
+
+
 class HaltingStrategy(Halting):
     """The same for the process of a planner."""
 

@@ -26,7 +26,9 @@ from overlord.cliparts import (
     guarded,
     imports,
     job_file,
+    launching,
     read_job,
+    read_options,
     resuming,
     saving,
     screen,
@@ -95,11 +97,12 @@ def demo(out: Path, steps: int, ranks: int, rows: int, seed: int, runtime: str, 
 @allowing
 @click.option("--digest", is_flag=True, help="Print a fingerprint of every step's bytes, to compare two runs.")
 @where
+@launching
 @imports
 @debug
 def run(
     job_yaml: Path, steps: int | None, rank: int | None, resume: Path | None, save: Path | None, allow: tuple[str, ...], digest: bool,
-    runtime: str, modules: tuple[str, ...], debug: bool,
+    runtime: str, options: tuple[str, ...], modules: tuple[str, ...], debug: bool,
 ) -> None:  # fmt: skip
     """Run a job and show what it delivers."""
 
@@ -108,7 +111,17 @@ def run(
 
         job = read_job(job_yaml, modules)
         state = None if resume is None else resume_from(resume)
-        wanted = Run(job=job, steps=steps, rank=rank, resume=state, save=save, allow=allow, digest=digest, runtime=runtime)
+        wanted = Run(
+            job=job,
+            steps=steps,
+            rank=rank,
+            resume=state,
+            save=save,
+            allow=allow,
+            digest=digest,
+            runtime=runtime,
+            options=read_options(options),
+        )
         run_job(wanted, screen(), screen(stderr=True))
 
     guarded(act, debug)
@@ -124,6 +137,7 @@ def run(
 )  # fmt: skip
 @where
 @cluster_address
+@launching
 @click.option("--detach", is_flag=True, help="On a Ray cluster: return at once; `overlord status` and `overlord stop` find the job.")
 @resuming
 @saving
@@ -131,8 +145,8 @@ def run(
 @imports
 @debug
 def serve(
-    job_yaml: Path, host: str, port: int, token_file: Path | None, runtime: str, address: str | None, detach: bool, resume: Path | None,
-    save: Path | None, allow: tuple[str, ...], modules: tuple[str, ...], debug: bool,
+    job_yaml: Path, host: str, port: int, token_file: Path | None, runtime: str, address: str | None, options: tuple[str, ...],
+    detach: bool, resume: Path | None, save: Path | None, allow: tuple[str, ...], modules: tuple[str, ...], debug: bool,
 ) -> None:  # fmt: skip
     """Run a job for trainers in other processes, which connect to it."""
     if detach and runtime != "ray":
@@ -148,7 +162,7 @@ def serve(
         state = None if resume is None else resume_from(resume)
         wanted = Serve(
             job=job, host=host, port=port, token=read_token(token_file), resume=state, save=save, allow=allow, runtime=runtime,
-            cluster=address if runtime == "ray" else None,
+            cluster=address if runtime == "ray" else None, options=read_options(options),
         )  # fmt: skip
         if detach:
             submit_job(wanted, click.echo)

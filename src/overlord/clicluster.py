@@ -28,9 +28,10 @@ def status(address: str | None, debug: bool) -> None:
                 f"{job.name}: {job.state}; {job.steps} steps planned, {job.taken + 1} taken by all; {job.clients} clients", markup=False
             )
             console.print(f"  trainers connect to {job.address}", markup=False, soft_wrap=True)
-            table = Table("part", "node", "process", "state", box=None, pad_edge=False)
+            table = Table("part", "node", "cores", "memory MB", "process", "state", box=None, pad_edge=False)
             for part in job.parts:
-                table.add_row(f"  {part['name']}", part["node"], str(part["pid"]), part["state"])
+                kept = (f"{part['cores']:g}", f"{part['memory'] / 2**20:.0f}") if part["cores"] or part["memory"] else ("", "")
+                table.add_row(f"  {part['name']}", part["node"], *kept, str(part["pid"]), part["state"])
             console.print(table)
         if not found:
             console.print("no job was submitted to this cluster, or all were stopped")

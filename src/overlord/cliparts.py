@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
     from overlord.job import Job
 
+NOT_HERE = {
+    "address": "has an option of its own, --address",
+    "on_stall": "is a function, which cannot be named here",
+    "progress": "is a function, which cannot be named here",
+}
 FAILED, UNUSABLE, STOPPED, TERMINATED = 1, 2, 130, 143  # exit codes: found failures; the job cannot run; Ctrl-C; SIGTERM
 
 job_file = click.argument("job_yaml", metavar="JOB.YAML", type=click.Path(dir_okay=False, path_type=Path))
@@ -39,6 +44,10 @@ saving = click.option(
 allowing = click.option(
     "--allow", metavar="PART", multiple=True, help="A part in which a resumed state may differ from the job, as the error names it."
 )
+launching = click.option(
+    "--option", "-o", "options", metavar="NAME=VALUE", multiple=True,
+    help="An option of launch, as in -o prefetch=8 or -o 'loaders={web: 3}'; docs/jobs.md lists them. May be given several times.",
+)  # fmt: skip
 debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 
 
@@ -55,6 +64,24 @@ def read_job(path: Path, modules: tuple[str, ...]) -> Job:
             problem = f"cannot import {name!r}: {fault}; it is looked for in the working directory and in PYTHONPATH"
             raise JobError([problem], "--import") from fault
     return Job.from_yaml(path)
+
+
+def read_options(words: tuple[str, ...]) -> dict[str, Any]:
+    """Options of ``launch`` by name; values are YAML, as in a job file. Names and values are judged by ``launch``."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise JobError([f"wanted NAME=VALUE, as in prefetch=8, found {word!r}"], "--option")
+        if name in NOT_HERE:
+            raise JobError([f"{name}: {NOT_HERE[name]}"], "--option")
+        try:
+            found[name] = yaml.safe_load(value)
+        except yaml.YAMLError as fault:
+            raise JobError([f"{name}: {value!r} cannot be read as YAML: {fault}"], "--option") from fault
+    return found
 
 
 def screen(stderr: bool = False) -> Console:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import threading
 from typing import Any
 
@@ -345,3 +346,12 @@ def test_what_is_queued_when_a_link_is_closed_still_arrives():
         assert all(is_message(link.recv(SOON_S), k, 3 * MB) for k in range(10))
         with pytest.raises(ActorLost, match="it closed the link: done"):
             link.recv(SOON_S)
+
+
+def test_of_several_ports_the_first_that_is_free_is_taken_and_when_all_are_taken_it_is_said():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        with Server(token=TOKEN, on_message=lambda link, value: None, port=range(taken, taken + 50)) as server:
+            assert taken < Address.parse(server.address).port < taken + 50
+        with pytest.raises(OverlordError, match=f"cannot serve at 127.0.0.1: the ports {taken} to {taken} are all taken; name more"):
+            Server(token=TOKEN, on_message=lambda link, value: None, port=range(taken, taken + 1))

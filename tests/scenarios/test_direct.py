@@ -241,7 +241,7 @@ def test_links_and_bytes_grow_with_the_ranks_of_a_group() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"constructors": False}, "constructors: False is for runtime='process'; in one process there is no hop to leave out"),
+        ({"constructors": False}, "constructors: False is for runtime='process', where it is measured; in one process there is no hop"),
         ({"constructors": 0, "runtime": "process"}, "constructors: wanted True or False, found 0"),
     ],
 )

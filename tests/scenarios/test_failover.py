@@ -17,15 +17,15 @@ import overlord as ov
 from overlord.errors import ActorLost
 from overlord.planner.strategy import resolve
 from tests import images as pictures
-from tests.deadly import Halting
-from tests.processes import EXITED, KILLED, PARTS, Played, halt, hosts_of, launch, left_after, play, run, runs, until
+from tests.deadly import Halting, Slow
+from tests.processes import EXITED, KILLED, PARTS, WAIT_S, Played, halt, hosts_of, launch, left_after, play, run, runs, until
 from tests.properties.test_combined import LAG
 from tests.properties.test_feedback import trainer
 from tests.scenarios.test_images import BROKEN, counted, marked
 from tests.scenarios.test_process import SCENES, job, rows, source
 from tests.worlds import folder
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(4 * WAIT_S)
 
 STEPS = 40
 APART = {"sources_per_host": 1, "hosts": 4, "constructor_hosts": 2}  # three loader hosts, two constructor hosts
@@ -124,10 +124,29 @@ def test_a_host_that_is_stopped_while_it_is_started_is_given_up_and_started_agai
         session.kill("loader-host/0")
 
     calm = run(replace(made, journal=None), "local")
-    with launch(made, lost_after_s=0.6, max_restarts=2, **APART) as session:
+    with launch(made, lost_after_s=0.6 if PARTS == "process" else 4.0, max_restarts=2, **APART) as session:
         assert play(session, act={6: strike}) == calm
         assert not flag.exists()
         assert "loader-host/0" in {row["part"] for row in session.metrics()["recoveries"]}
+
+
+def test_who_is_back_first_is_not_missed_while_it_waits_for_one_that_takes_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Longer than anyone may be silent: that one opens its sources, from a store that is slow, perhaps."""
+    lost_after_s, flag = 0.6 if PARTS == "process" else 4.0, tmp_path / "slow"
+    slow = ov.Source(
+        "a", rows(60, 0), transforms=[ov.Map(Slow(flag, seconds=3 * lost_after_s), rows=True), ov.Tokens("tokens")], epochs=None
+    )
+    made = job(sources=[slow, source("b", 90, 1000)], until=20)
+
+    def strike(session: ov.Session) -> None:
+        flag.touch()
+        killing("constructor-host/0", "loader-host/0")(session)
+
+    calm = run(made, "local")
+    with launch(made, lost_after_s=lost_after_s, **APART) as session:
+        assert play(session, act={6: strike}) == calm
+        assert sorted(recovered(session)) == ["constructor-host/0", "loader-host/0"]
+    assert "answered nothing" not in caplog.text
 
 
 def test_a_part_that_is_stopped_for_a_moment_is_left_alone(calm: Played) -> None:

@@ -20,11 +20,11 @@ import overlord as ov
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.runtime.serving import Served
 from tests.images import job as job_with_images
-from tests.processes import KILLED, Played, halt, hosts_of, launch, play, run, runs, until, written
+from tests.processes import KILLED, WAIT_S, Played, halt, hosts_of, launch, play, run, runs, until, written
 from tests.scenarios.test_images import BROKEN
 from tests.scenarios.test_process import job
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(4 * WAIT_S)
 
 STEPS = 40
 

@@ -15,7 +15,7 @@ from overlord.plan import LoadingPlan
 from overlord.transforms.imagefile import header
 from overlord.transforms.pixels import fill, item_grid, item_shape
 from tests.images import IMAGES, PLACEHOLDER, job, sources, text
-from tests.processes import launch, play, run, until, written
+from tests.processes import PARTS, launch, play, run, until, written
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -57,7 +57,7 @@ def test_a_job_with_images_is_the_same_on_every_runtime(name: str, tmp_path: Pat
     assert sum(shape[0] for step in alone.steps[0] for exchange in step[5] for key, _, shape, _ in exchange if key == "pixel_values") > 100
     assert in_simulation(made, 3) == alone.steps
     assert in_simulation(made, 4, loaders={"photos": 2}) == alone.steps
-    apart = run(made, "process", **APART)
+    apart = run(made, PARTS, **APART)
     assert apart.steps == alone.steps
     assert apart.states == alone.states
 
@@ -190,7 +190,7 @@ def test_a_rank_that_is_served_by_a_broadcast_encodes_its_own_images(tmp_path: P
 def test_a_step_of_text_has_the_same_keys_with_nothing_in_them(tmp_path: Path) -> None:
     made = job(tmp_path, mixture={"photos": 0.0, "drawings": 0.0, "text": 1.0}, until=2)
     full = job(tmp_path, until=2)
-    for runtime in ("local", "process"):
+    for runtime in ("local", PARTS):
         shapes = [[{k: (d, s[1:]) for k, d, s, _ in e} for step in run(j, runtime).steps[1] for e in step[5]] for j in (made, full)]
         assert shapes[0] == shapes[1]
         assert shapes[0][0]["pixel_values"] == ("float32", (192,))
@@ -200,14 +200,14 @@ def test_a_step_of_text_has_the_same_keys_with_nothing_in_them(tmp_path: Path) -
     }
 
 
-@pytest.mark.parametrize("runtime", ["local", "process"])
+@pytest.mark.parametrize("runtime", ["local", PARTS])
 def test_a_run_with_images_goes_on_from_a_state_in_the_middle_of_an_epoch(runtime: str, tmp_path: Path) -> None:
     made = job(tmp_path, look_ahead=3, strategy=ov.strategy.vlm(per="microbatch"), place=ov.ClientPlaceTree(dp=2))
     whole = run(made, "local")
     assert run(made, runtime, resume=whole.states[2]).steps == whole.behind(2)
 
 
-@pytest.mark.parametrize("runtime", ["local", "process"])
+@pytest.mark.parametrize("runtime", ["local", PARTS])
 def test_clients_that_connect_get_the_same_images(runtime: str, tmp_path: Path) -> None:
     made = job(tmp_path)
     with launch(made, runtime) as session:
@@ -223,7 +223,7 @@ def test_clients_that_connect_get_the_same_images(runtime: str, tmp_path: Path) 
 def test_images_that_find_no_room_in_shared_memory_go_another_way(place: str, tmp_path: Path) -> None:
     large = {"min_pixels": 150 * 150, "max_pixels": 200 * 200, "place": place}
     made = job(tmp_path, images=large, batch=ov.Batch(samples=12, context=1024), until=4)
-    assert run(made, "process", ring_bytes=2**16, **APART).steps == run(made, "local").steps
+    assert run(made, PARTS, ring_bytes=2**16, **APART).steps == run(made, "local").steps
 
 
 def marked(samples: ov.Popped) -> ov.Ragged:
@@ -242,7 +242,7 @@ def test_hooks_and_processes_of_transforms_leave_images_where_they_belong(tmp_pa
     made, other = job(tmp_path, hooks=hooks, broken=BROKEN), job(tmp_path, sources=apart, hooks=hooks, broken=BROKEN)
     alone = run(made, "local")
     assert alone.error == ""
-    assert run(made, "process", **APART).steps == alone.steps
+    assert run(made, PARTS, **APART).steps == alone.steps
     assert run(other, "local").steps == alone.steps
 
 

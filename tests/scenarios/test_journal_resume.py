@@ -14,7 +14,7 @@ import pytest
 from overlord.errors import JournalError
 from overlord.journal.directory import Directory
 from tests.journaled import MOMENTS, SKIPPED, STEPS, Dying, job, notes, recovered, steps, train
-from tests.processes import Program, program, until
+from tests.processes import PARTS, Program, program, until
 from tests.stores import BUCKET, Proxy
 from tests.unit.test_journal_disks import tiny
 
@@ -78,7 +78,7 @@ def test_killed_at_every_write_it_goes_on_as_if_nothing_had_happened(
         acked = -1 if found is None else found.acked
         assert not steps(first) or (found is not None and steps(first)[-1][0] < found.next_step), "delivered, and not in the journal"
         said = ["said"] in first
-        runtime = "process" if number == 5 else "local"
+        runtime = PARTS if number == 5 else "local"
         code, then = play(trainer, corpus, at, "then", resume="auto", runtime=runtime, said=said)
         assert code == 0
         check(first, then, undisturbed, acked)
@@ -92,7 +92,7 @@ def test_a_planner_that_is_killed_at_every_write_leaves_the_stream_as_it_is(
     """All in one run: whoever comes in the place of a planner is killed at the next write, or at the same one in another moment of it."""
     dying, found = Dying(tmp_path / "deaths"), list[Any]()
     made = job(corpus, str(tmp_path / "journal"), mixture=dying)
-    train(made, found.append, runtime="process", max_restarts=1000, constructor_hosts=1, sources_per_host=2)
+    train(made, found.append, runtime=PARTS, max_restarts=1000, constructor_hosts=1, sources_per_host=2)
     assert steps(found) == undisturbed
     tried = dying.tried()
     assert {number for number, how in tried if how != "whole"} == set(range(tried[-1][0] + 1))
@@ -101,7 +101,7 @@ def test_a_planner_that_is_killed_at_every_write_leaves_the_stream_as_it_is(
     assert {how for _, how in tried} == {*MOMENTS, "whole"}
 
 
-@pytest.mark.parametrize(("runtime", "other"), [("local", "process"), ("process", "local")])
+@pytest.mark.parametrize(("runtime", "other"), [("local", PARTS), (PARTS, "local")])
 def test_killed_with_all_its_processes_it_goes_on_on_another_runtime(
     runtime: str, other: str, trainer: Program, corpus: Path, undisturbed: list[tuple[int, str]], tmp_path: Path
 ) -> None:
@@ -144,7 +144,7 @@ def test_a_journal_in_a_store_is_gone_on_from_as_one_in_a_directory(
     assert recovered(uri).acked == STEPS - 1
 
 
-@pytest.mark.parametrize("runtime", ["local", "process"])
+@pytest.mark.parametrize("runtime", ["local", PARTS])
 def test_on_a_disk_that_is_full_every_client_is_told_and_with_room_the_job_goes_on(
     runtime: str, corpus: Path, undisturbed: list[tuple[int, str]], tmp_path: Path
 ) -> None:

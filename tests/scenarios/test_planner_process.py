@@ -42,7 +42,7 @@ from tests.scenarios.test_process import APART as HOSTS
 from tests.scenarios.test_process import SCENES, job, rows, source
 from tests.worlds import folder
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(4 * WAIT_S)
 
 APART: dict[str, Any] = dict(HOSTS)
 STEPS = 40

@@ -18,7 +18,7 @@ import overlord as ov
 from overlord.constructor.compact import IDS
 from overlord.hashing import digest
 from tests.golden.jobs import FILE, jobs
-from tests.processes import Played, hosts_of, launch, play, run, written
+from tests.processes import PARTS, Played, hosts_of, launch, play, run, written
 from tests.properties.test_combined import LAG, Scene
 from tests.properties.test_feedback import Chaser, trainer
 from tests.worlds import Rows, World, folder
@@ -73,7 +73,7 @@ def test_a_small_world_is_the_same_in_processes(name: str) -> None:
         job, _, said = scene.job(directory)
         options = {"prefetch": 1 + scene.salt % (LAG - 2), "loaders": dict.fromkeys(job.names, 1 + scene.salt % 2)}
         alone = run(job, "local", said=said, report=trainer(scene.salt), **options)
-        apart = run(job, "process", said=said, report=trainer(scene.salt), **options, **APART)
+        apart = run(job, PARTS, said=said, report=trainer(scene.salt), **options, **APART)
     assert len(alone.states) > 2
     assert apart == alone
 
@@ -156,7 +156,7 @@ def test_ranks_of_one_group_read_the_same_memory_which_was_filled_once() -> None
             assert where[0] == where[1] != where[2] == where[3]
             assert all(step._bucket.wide.arrays[IDS].itemsize == 2 for step in steps), "as narrow as ids allow"
             assert not any("memfd" in mapping_of(mb["tokens"]) for step in steps for mb in step), "widened by each rank for itself"
-    apart = run(made, "process", constructor_hosts=2, broadcast=False)
+    apart = run(made, PARTS, constructor_hosts=2, broadcast=False)
     assert apart == run(made, "local", broadcast=False)
     assert apart.steps[0] == apart.steps[1] != apart.steps[2] == apart.steps[3]
 
@@ -182,7 +182,7 @@ def test_the_loaders_of_a_source_may_live_in_several_processes() -> None:
 
 def test_hooks_see_in_processes_what_they_see_in_one() -> None:
     made = job(hooks=[ov.loader_do_plan(marked), ov.constructor_do_plan(counted)], until=6, look_ahead=3)
-    apart = run(made, "process", loaders={"b": 2}, **APART)
+    apart = run(made, PARTS, loaders={"b": 2}, **APART)
     assert apart == run(made, "local")
     assert apart.states
 
@@ -196,10 +196,10 @@ def typed(assembly: ov.Assembly) -> list[dict[str, np.ndarray]]:
 def test_a_hook_is_given_ids_of_one_type_wherever_it_runs() -> None:
     made = job(hooks=[ov.constructor_do_plan(typed)], until=4)
     kinds = {}
-    for runtime in ("local", "process"):
+    for runtime in ("local", PARTS):
         with ov.launch(made, runtime=runtime) as session:
             kinds[runtime] = {int(mb["kind"][0]) for step in session.client(0) for mb in step}
-    assert kinds["process"] == kinds["local"]
+    assert kinds[PARTS] == kinds["local"]
     assert len(kinds["local"]) == 1
 
 
@@ -220,11 +220,11 @@ def test_whatever_is_said_in_mid_run_means_the_same(tmp_path: Path) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=LAG)
     more, wide = source("d", 50, 3000), (*made.sources, source("d", 50, 3000))
     days = {}
-    for runtime in ("local", "process"):
+    for runtime in ("local", PARTS):
         days[runtime] = run(made, runtime, act=busy_day(more), report=trainer(4), prefetch=3, **APART)
-    assert days["process"] == days["local"]
+    assert days[PARTS] == days["local"]
     assert "d" in {sample[0][0] for step in days["local"].steps[0] for mb in step[4] for sample in mb}
-    state = days["process"].states[12]
+    state = days[PARTS].states[12]
     there = run(replace(made, sources=wide, mixture=Chaser(("a", "b", "c"))), "local", resume=state, report=trainer(4), prefetch=3)
     assert there.numbers == [list(range(state["step"], 18))] * 2, "a state of one runtime is one of the other"
 
@@ -232,9 +232,9 @@ def test_whatever_is_said_in_mid_run_means_the_same(tmp_path: Path) -> None:
 def test_a_state_goes_from_one_runtime_to_another_and_back() -> None:
     made = job(look_ahead=2)
     whole = run(made, "local")
-    first = run(made, "process", steps=5)
+    first = run(made, PARTS, steps=5)
     then = run(made, "local", resume=first.states[-1], steps=5)
-    last = run(made, "process", resume=then.states[-1], loaders={"a": 2})
+    last = run(made, PARTS, resume=then.states[-1], loaders={"a": 2})
     for rank in whole.steps:
         assert first.steps[rank] + then.steps[rank] + last.steps[rank] == whole.steps[rank]
     assert last.states == whole.states[10:]

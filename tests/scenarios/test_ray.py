@@ -173,8 +173,8 @@ NODES = """
         RAY_health_check_failure_threshold="3",
     )
     import overlord as ov
-    from overlord.runtime import ray_cluster, ray_jobs
-    from tests.processes import launch, play, run, runs, until, written
+    from overlord.runtime import ray_cluster, ray_head, ray_jobs
+    from tests.processes import hosts_of, launch, play, run, runs, until, written
     from tests.scenarios.test_process import job
 
     def where(session):
@@ -193,8 +193,11 @@ NODES = """
             assert "no node of the cluster is called 'gpu-7'" in str(error), error
         else:
             raise AssertionError("a node that is not there was passed over")
-        with launch(job(until=40), "ray", address=cluster.address, rank_nodes=["gpu-0", "gpu-1"], hosts=2, sources_per_host=2) as session:
+        apart = {"rank_nodes": ["gpu-0", "gpu-1"], "hosts": 2, "sources_per_host": 2, "ports": "21000-21199"}
+        with launch(job(until=40), "ray", address=cluster.address, **apart) as session:
             print(where(session), flush=True)
+            print(session._host._control.asked(), flush=True)
+            print([a.split("/")[2].rpartition(":")[2] for a in session._host._addresses.values()], flush=True)
             took = []
 
             def remove(session):
@@ -216,16 +219,46 @@ NODES = """
         ray_jobs.stop("alone", cluster.address)
         until(lambda: not any(runs(p["pid"]) for p in found.parts))
         print(ray_jobs.jobs(cluster.address), flush=True)
+        lose_the_head(cluster, calm)
         cluster.shutdown()
+
+    def lose_the_head(cluster, calm):
+        ray_head.PATIENCE_S, got = 2.0, {0: [], 1: []}
+        session = launch(job(until=40, journal="journal"), "ray", address=cluster.address, hosts=1, sources_per_host=3)
+        clients, pids = [session.client(rank) for rank in range(2)], hosts_of(session)
+
+        def take(steps):
+            for _ in range(steps):
+                for rank, client in enumerate(clients):
+                    got[rank].append(written(next(client)))
+
+        take(10)
+        cluster.head_node.kill_gcs_server()
+        take(10)
+        print(got == {rank: steps[:20] for rank, steps in calm.steps.items()}, flush=True)
+        os.kill(pids["loader-host/0"], 9)
+        try:
+            take(1000)
+        except ov.ActorLost as error:
+            print(error, flush=True)
+        session.close()
+        until(lambda: not any(runs(pid) for pid in pids.values()))
+        again = run(job(until=40, journal="journal"), "process", resume="auto")
+        print(again.steps == {rank: steps[len(got[rank]):] for rank, steps in calm.steps.items()}, flush=True)
 """
 
 
-def test_hosts_go_where_the_ranks_are_a_node_may_go_and_a_job_may_live_alone(calm: Played, tmp_path: Path) -> None:
+def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the_head_may_go(calm: Played, tmp_path: Path) -> None:
     with program(tmp_path, NODES) as there:
         before = eval(there.line())
         assert before["constructor-host/0"] == "gpu-0"
         assert before["constructor-host/1"] == "gpu-1"
         assert {before["loader-host/0"], before["loader-host/1"]} == {"gpu-0", "gpu-1"}, "half of four cores each, one for a constructor"
+        asked = eval(there.line())
+        assert set(asked) == set(before)
+        assert {cores for cores, _ in asked.values()} == {1.0}, "there is room for all"
+        assert min(memory for _, memory in asked.values()) >= 2**27
+        assert all(21000 <= int(port) < 21200 for port in eval(there.line()))
         assert there.line() == "True", "to the byte"
         assert set(eval(there.line()).values()) == {"gpu-0"}
         assert float(there.line()) < 10.0, "with these health checks two seconds; machines are noisy"
@@ -243,4 +276,10 @@ def test_hosts_go_where_the_ranks_are_a_node_may_go_and_a_job_may_live_alone(cal
         assert there.line() == "[]"
         for client in clients:
             client.close()
+        assert there.line() == "True", "a job goes on without the cluster's head"
+        said = there.line()
+        assert said.startswith("loader-host/0 is lost: "), "until it needs it"
+        assert "the head of the Ray cluster at " in said
+        assert "resume the job from its journal on another cluster or runtime" in said
+        assert there.line() == "True", "elsewhere it goes on from where it stood"
         assert there.end(60)[0] == 0

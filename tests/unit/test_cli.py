@@ -64,6 +64,30 @@ def test_without_steps_a_run_goes_to_the_end_of_the_data(tmp_path: Path) -> None
     assert (table["web"][2], table["code"][2], table["steps"][0]) == ("60", "60", "10,")
 
 
+def test_options_of_launch_may_be_named_and_change_nothing_of_the_stream(tmp_path: Path) -> None:
+    path = job_file(tmp_path)
+    plain = step_lines(overlord("run", path, "--digest"))
+    assert step_lines(overlord("run", path, "--digest", "-o", "prefetch=2", "--option", "loaders={web: 2}")) == plain
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("prefech=2", "unknown option 'prefech'; did you mean 'prefetch'"),
+        ("prefetch=many", "prefetch: wanted a whole number of at least 1, found 'many'"),
+        ("prefetch", "--option: wanted NAME=VALUE, as in prefetch=8, found 'prefetch'"),
+        ("loaders={web: 2", "--option: loaders: '{web: 2' cannot be read as YAML"),
+        ("address=head:6379", "--option: address: has an option of its own, --address"),
+        ("on_stall=print", "on_stall: is a function, which cannot be named here"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_an_option_that_is_none_is_told(tmp_path: Path, command: str, word: str, said: str) -> None:
+    result = overlord(command, job_file(tmp_path), "-o", word)
+    assert result.exit_code == 2, result.output
+    assert said in " ".join(result.stderr.split())
+
+
 def test_a_drill_whose_faults_hit_less_than_they_should_does_not_pass(tmp_path: Path) -> None:
     faults = "kill:loader-host/9@1,kill:constructor-host*3@2,kill:planner@11"
     result = overlord("drill", job_file(tmp_path), "--steps", "12", "--step-s", "0", "--faults", faults)

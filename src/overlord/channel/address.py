@@ -6,6 +6,7 @@ The socket of this machine is an abstract one: it has no file, so nothing is in 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -90,13 +91,26 @@ def listen_local(address: Address) -> socket.socket:
     return _listening(sock, address.local_name, f"the local socket of {address}", "another server has this key")
 
 
-def listen_tcp(host: str, port: int) -> socket.socket:
+def listen_tcp(host: str, port: int | range) -> socket.socket:
+    """Of several ports, the first that is free."""
+    if isinstance(port, range):
+        return _first_free(host, port)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that was killed must not block its successor
     remedy = "choose another port, or 0 for any; the host must be an address of this machine"
     return _listening(sock, (host, port), f"{host}:{port}", remedy)
+
+
+def _first_free(host: str, ports: range) -> socket.socket:
+    for port in ports:
+        try:
+            return listen_tcp(host, port)
+        except OverlordError as taken:
+            if getattr(taken.__cause__, "errno", 0) != errno.EADDRINUSE:
+                raise
+    raise OverlordError(f"cannot serve at {host}: the ports {ports[0]} to {ports[-1]} are all taken; name more of them")
 
 
 def _listening(sock: socket.socket, where: str | tuple[str, int], name: str, remedy: str) -> socket.socket:

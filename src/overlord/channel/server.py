@@ -77,7 +77,7 @@ class Server:
 
     def __init__(
         self, *, token: str, on_message: OnMessage, on_open: OnOpen | None = None, on_close: OnClose | None = None,
-        ring: Ring | None = None, host: str = "127.0.0.1", port: int = 0, tcp: bool = True, key: str | None = None, hold: int = 0,
+        ring: Ring | None = None, host: str = "127.0.0.1", port: int | range = 0, tcp: bool = True, key: str | None = None, hold: int = 0,
         silence_s: float = SILENCE_S,
     ):  # fmt: skip
         if not tcp and not HAS_SHARED_MEMORY:

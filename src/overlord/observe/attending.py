@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ class Serve:
     allow: tuple[str, ...] = ()
     runtime: str = "local"
     cluster: str | None = None  # host:port of a Ray cluster's head
+    options: Mapping[str, Any] = field(default_factory=dict)  # others of ``launch``
 
 
 def serve_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
@@ -45,7 +46,8 @@ def serve_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
     when all have left; raises what the job ended with."""
     if wanted.save is not None and not wanted.save.absolute().parent.is_dir():  # before the run, not after it
         raise JobError([f"cannot be written: {wanted.save.absolute().parent} is no folder"], str(wanted.save))
-    with ov.launch(wanted.job, runtime=wanted.runtime, resume=wanted.resume, allow=wanted.allow, address=wanted.cluster) as session:
+    settings = {"address": wanted.cluster, **wanted.options}
+    with ov.launch(wanted.job, runtime=wanted.runtime, resume=wanted.resume, allow=wanted.allow, **settings) as session:
         say_resumed(session, err)
         try:
             served = session.serve(host=wanted.host, port=wanted.port, token=wanted.token)
@@ -67,8 +69,9 @@ def submit_job(wanted: Serve, say: Callable[[str], None]) -> None:
 
     host = "" if is_loopback(wanted.host) else wanted.host  # it may come to any node, and trainers to others
     served = submit(
-        wanted.job, address=wanted.cluster, host=host, port=wanted.port, token=wanted.token, resume=wanted.resume, allow=wanted.allow
-    )
+        wanted.job, address=wanted.cluster, host=host, port=wanted.port, token=wanted.token, resume=wanted.resume, allow=wanted.allow,
+        **wanted.options,
+    )  # fmt: skip
     say(str(served) if wanted.token is None else f"OVERLORD_ADDRESS={served.address}")
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ class Run:
     allow: tuple[str, ...] = ()
     digest: bool = False
     runtime: str = "local"
+    options: Mapping[str, Any] = field(default_factory=dict)  # others of ``launch``
 
 
 def never_ends(job: Job) -> bool:
@@ -58,7 +59,7 @@ def run_job(run: Run, console: Console, err: Console) -> Meter:
     if run.save is not None and not run.save.absolute().parent.is_dir():  # before the run, not after it
         raise JobError([f"cannot be written: {run.save.absolute().parent} is no folder"], str(run.save))
     meter, chain = Meter(), ""
-    with ov.launch(run.job, runtime=run.runtime, resume=run.resume, allow=run.allow) as session:
+    with ov.launch(run.job, runtime=run.runtime, resume=run.resume, allow=run.allow, **run.options) as session:
         say_resumed(session, err)
         ranks = range(run.job.place.world_size) if run.rank is None else [run.rank]
         try:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from threading import Lock
+from threading import Event, Lock
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 from overlord.channel.codec import encode
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, OverlordError
 from overlord.job import did_you_mean
-from overlord.runtime.actor import NOBODY
+from overlord.runtime.actor import ITSELF, NOBODY
 
 log = logging.getLogger("overlord")
 
@@ -82,6 +83,8 @@ class Record:
         self.reason: str | None = None  # why it ended; None while it lives
         self.fault: BaseException | None = None  # what its factory raised
         self.place: Any = None  # where it was asked to be, as its backend has it
+        self.leaving = False  # it was asked to
+        self.gone = Event()  # set by backends whose actors have a process: that is no more
         self._lock = Lock()
         self._pending: dict[int, Answer] = {}
         self._callbacks: list[Callable[[str], None]] = []
@@ -269,6 +272,18 @@ class Actors(Generic[R]):
     def _living(self) -> list[R]:
         with self._names_lock:
             return list(self._names.values())
+
+    def _dismiss(self, records: Sequence[R], timeout_s: float, kill: Callable[[R], None]) -> list[R]:
+        """Ask these to finish their calls and leave. Those that had not at the deadline, and were killed for it."""
+        deadline = time.monotonic() + timeout_s
+        for record in records:
+            record.leaving = True
+            self._send(record, ITSELF, b"", [])
+        late = [record for record in records if not record.gone.wait(max(0.0, deadline - time.monotonic()))]
+        for record in late:
+            log.warning("actor %s did not leave in %.1f s and was killed", record.name, timeout_s)
+            kill(record)
+        return late
 
     def _close_once(self) -> bool:
         """True for the first who shuts down."""

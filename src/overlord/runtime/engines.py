@@ -18,7 +18,7 @@ from overlord.runtime.control import HURRY_S, Control
 from overlord.runtime.host import KeptPlans
 from overlord.runtime.local import Pump, ThreadExecutor
 from overlord.runtime.machine import Machine
-from overlord.runtime.options import CORES_PER_CONSTRUCTOR, Options, n_cores, n_workers
+from overlord.runtime.options import CORES_PER_CONSTRUCTOR, Options, n_cores, n_workers, port_range
 from overlord.runtime.placing import Layout, cores_for_loading, unknown
 from overlord.runtime.written import Unwritten
 from overlord.scaling.budget import parse_bytes, split
@@ -90,14 +90,15 @@ def _apart(control: Control, machine: Machine, blueprint: Blueprint, state: Stre
 
 def make_control(runtime: str, blueprint: Blueprint) -> tuple[Control, Machine]:
     """Who starts the parts of a job, and what a part has from the machine it comes to."""
+    ports = port_range(blueprint.options.ports)
     if runtime == "ray":
         from overlord.runtime.ray_control import RayControl
 
-        control = RayControl(blueprint.options.address, job=blueprint.job.name)
+        control = RayControl(blueprint.options.address, job=blueprint.job.name, ports=ports)
         return control, control.machine
     from overlord.runtime.process_control import ProcessControl
 
-    return ProcessControl(), Machine()
+    return ProcessControl(), Machine(ports)
 
 
 def sized(runtime: str, job: Job, options: Options) -> Options:

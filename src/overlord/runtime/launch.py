@@ -31,9 +31,10 @@ def launch(
     Of what is lost (process runtime): failover=True (False: a lost part ends the job), lost_after_s=15, max_restarts=3, shadows="none",
     "heavy" or "all".
     Of the Ray runtime, which has all of these too: address="host:port" of a cluster's head (None: a cluster of this machine, for this job),
-    rank_nodes=["gpu-0", ...] by rank, sidecar=0.5 (of those nodes' idle cores, for loaders).
-    Of scaling: partition="auto" (loaders by what sources cost; "off": by what their index says).
-    Others are still to come: autoscale.
+    rank_nodes=["gpu-0", ...] by rank, sidecar=0.5 (of those nodes' idle cores and memory, for loaders),
+    reserve=False (True: hosts for which there is no room wait for Ray to find it). ports="7000-7099": where hosts listen, for firewalls.
+    Of scaling: partition="auto" (loaders by what sources cost; "off": by what their index says), autoscale=False (True: sources are read
+    in more processes, or in fewer, as the mixture and the pace of trainers change).
     """
     if not isinstance(job, Job):
         raise JobError([f"wanted a Job, found {type(job).__name__}"], "launch")
@@ -43,7 +44,16 @@ def launch(
     if given.address is not None and runtime != "ray":
         raise JobError([f"address: {given.address!r} is for runtime='ray'; leave it out"], "launch")
     if given.constructors is False and runtime != "process":
-        raise JobError(["constructors: False is for runtime='process'; in one process there is no hop to leave out"], "launch")
+        why = {"ray": "on a cluster every client would take links from all nodes"}.get(
+            runtime, "in one process there is no hop to leave out"
+        )
+        raise JobError([f"constructors: False is for runtime='process', where it is measured; {why}: leave it out"], "launch")
+    if given.ports is not None and runtime == "local":
+        raise JobError(["ports: in one process nobody listens but session.serve, which has a port= of its own: leave it out"], "launch")
+    if given.reserve is True and (runtime != "ray" or given.address is None):
+        raise JobError(
+            ["reserve: True is for runtime='ray' with the address of a cluster; one machine cannot get more: leave it out"], "launch"
+        )
     if given.shadows in ("heavy", "all") and given.failover and runtime == "local":
         raise JobError([f"shadows: {given.shadows!r} is for runtime='process'; what is in one process is lost together"], "launch")
     if runtime == "ray" and (problems := given.problems(job)):  # before a cluster is started

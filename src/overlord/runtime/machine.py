@@ -25,7 +25,12 @@ MAX_SLOTS = 4096  # far above the steps of a prefetch window times the construct
 
 
 class Machine:
-    """The real one. It travels with a host's settings, so it holds nothing."""
+    """The real one. It travels with a host's settings, so it holds nothing but what was asked for."""
+
+    ports: range | None = None  # those that servers may listen at, where there is a network; None: any
+
+    def __init__(self, ports: range | None = None):
+        self.ports = ports
 
     def node(self) -> str:
         """What the cluster calls it; empty where there is none."""
@@ -37,7 +42,7 @@ class Machine:
 
     def outside(self, host: str) -> dict[str, Any]:
         """And for clients, who were told to come to this interface."""
-        return {"host": host, "tcp": not is_loopback(host) or not HAS_SHARED_MEMORY}
+        return {"host": host, "tcp": not is_loopback(host) or not HAS_SHARED_MEMORY, "port": self.ports or 0}
 
     def pump(self, name: str) -> Pump:
         return Pump(name)
@@ -89,7 +94,7 @@ class Networked(Machine):
     """One of several: hosts of a job reach each other by the network, and by shared memory where they share a machine."""
 
     def inside(self) -> dict[str, Any]:
-        return {"host": os.environ.get(INTERFACE) or reachable("")}
+        return {"host": os.environ.get(INTERFACE) or reachable(""), "port": self.ports or 0}
 
     def outside(self, host: str) -> dict[str, Any]:
         """The interface was named for the machine of the session; this may be another."""

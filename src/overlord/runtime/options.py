@@ -18,6 +18,7 @@ from overlord.planner.schedulebase import learns
 from overlord.scaling.budget import parse_bytes
 from overlord.scaling.scaler import Limits
 
+_PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 _HOST_PORT = re.compile(r".+:[0-9]{1,5}")
 CORES_PER_CONSTRUCTOR = 16  # one builds a hundred million tokens a second; with several, loaders must sort payload by host
 SHADOWS = ("none", "heavy", "all")
@@ -59,6 +60,7 @@ class Options:
     address: str | None = None  # of a Ray cluster's head, host:port; None: one of this machine, that ends with the job
     rank_nodes: Sequence[str] | None = None  # of the cluster, by rank: name, address or id; constructors and loaders go there first
     sidecar: float = 0.5  # of the idle cores of those nodes, for loaders; beyond it they go to nodes without ranks
+    ports: str | None = None  # "7000-7099": TCP ports at which hosts listen for others; None: any that is free
     partition: str | None = "auto"  # loaders by what sources cost, as measured; "off" or None: by what their index says
     autoscale: bool | Mapping[str, Any] = False  # hosts for a source as it needs them; a mapping: True, with other limits (scaling.Limits)
 
@@ -91,6 +93,10 @@ class Options:
         if self.partition is not None and self.partition not in PARTITION:
             known = did_you_mean(self.partition, PARTITION) if isinstance(self.partition, str) else f"; there are {', '.join(PARTITION)}"
             found.append(f"partition: wanted how loaders are given to sources, found {self.partition!r}{known}")
+        if not isinstance(self.reserve, bool):
+            found.append(f"reserve: wanted True or False, found {self.reserve!r}")
+        if self.ports is not None and port_range(self.ports) is None:
+            found.append(f"ports: wanted the first and the last, as in '7000-7099', found {self.ports!r}")
         found += self._constructor_problems(job) + self._failover_problems(job)
         if self.cache_dir is not None and not isinstance(self.cache_dir, (str, Path)):
             found.append(f"cache_dir: wanted a directory, found {self.cache_dir!r}")
@@ -164,6 +170,13 @@ class Options:
             f"feedback_lag: wanted at least prefetch + 2 = {self.prefetch + 2}, found {job.feedback_lag}; plans are made {self.prefetch} "
             "steps ahead, and reports must have come before the plan that uses them: raise the job's feedback_lag, or lower prefetch"
         ]
+
+
+def port_range(said: object) -> range | None:
+    """Of ``"7000-7099"``; None: it is no such thing."""
+    found = _PORTS.fullmatch(said) if isinstance(said, str) else None
+    first, last = map(int, found.groups()) if found else (1, 0)
+    return range(first, last + 1) if 1 <= first <= last <= 65535 else None
 
 
 def n_cores() -> int:

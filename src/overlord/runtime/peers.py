@@ -46,7 +46,6 @@ class PeerRecord(Record):
         self.early: list[tuple[int, bytes, list[np.ndarray]]] = []
         self.order = threading.Lock()  # what was asked before it came goes first
         self.end: tuple[str, BaseException | None] | None = None  # how it ended, while what it said before is still being read
-        self.gone = threading.Event()
 
     def came(self, link: ServerLink, pid: int | None) -> None:
         with self.order:

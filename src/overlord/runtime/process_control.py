@@ -46,9 +46,8 @@ class ProcessRecord(Record):
         self.inbox, self.outbox = Inbox(room, files=False), Outbox()
         self.send_lock = threading.Lock()  # for the outbox, the pidfd and what closes them
         self.moved_at = time.monotonic()  # when it last took something
-        self.started = self.leaving = self.closed = False
+        self.started = self.closed = False
         self.broken = ""  # what it sent that is no frame
-        self.gone = threading.Event()
 
     def put(self, number: int, header: bytes, columns: list[np.ndarray]) -> bool:
         """Send, or keep for later; True: the I/O thread has to go on with it."""
@@ -144,17 +143,9 @@ class ProcessControl(Actors[ProcessRecord]):
         if not self._close_once():
             return
         atexit.unregister(self._at_exit)
-        deadline = time.monotonic() + timeout_s
         with self._start_lock:
             records = [record for record in self._living() if record.handle is not None]
-        for record in records:
-            record.leaving = True
-            self._send(record, ITSELF, b"", [])
-        late = [r for r in records if not r.gone.wait(max(0.0, deadline - time.monotonic()))]
-        for record in late:
-            log.warning("actor %s did not leave in %.1f s and was killed", record.name, timeout_s)
-            record.kill()
-        for record in late:
+        for record in self._dismiss(records, timeout_s, ProcessRecord.kill):
             record.gone.wait(KILL_S)
         self._post(self._end)
         self._thread.join(KILL_S)

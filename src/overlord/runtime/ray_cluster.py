@@ -11,12 +11,14 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
+import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from overlord.runtime.machine import NODE
 from overlord.runtime.options import n_cores
 from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Body, Home
+from overlord.runtime.ray_head import Head
 
 try:
     import ray
@@ -38,6 +41,8 @@ except ImportError as missing:  # said where the runtime is asked for, with what
 
 _raylet: Any = ray._raylet  # its stubs do not know all of it
 log = logging.getLogger("overlord")
+if sys.excepthook is ray_worker.custom_excepthook:  # it tells the head of an exception first: where that is gone, an hour later
+    sys.excepthook = ray_worker.normal_excepthook
 
 DIED = "its process died without a word: it was killed, crashed or ran out of memory"
 GONE = "it is gone with its node, or before Ray could say how"
@@ -46,6 +51,8 @@ STORE_BYTES = 80 * 2**20  # near the least that Ray takes: no payload passes thr
 FOLDER = "ov-ray-"
 MAX_ROOT = 18  # letters: a socket's path has 107, and Ray puts 65 of its own behind the folder
 REACH_S = 10.0
+PING_S = 2.0  # for the head to answer
+END_S = 15.0  # for what is under way in Ray, when the last holder leaves
 KEPT = "overlord-jobs"  # the namespace of jobs that live on by themselves
 # Ray's own settings, where nobody has said otherwise. Workers beside a busy trainer starve at Ray's niceness of 15. A driver that has lost
 # its cluster's head ends the whole program after a minute: a trainer must not die of that.
@@ -71,15 +78,23 @@ class Place:
     resources: tuple[tuple[str, float], ...] = ()
     node: str | None = None  # its id
 
-    def options(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"num_cpus": self.num_cpus}
+    def actor(self, **named: str) -> Any:
+        """What Ray makes actors of; what it does not take is said here."""
+        found: dict[str, Any] = {"num_cpus": self.num_cpus, "max_restarts": 0, "max_task_retries": 0, **named}
         if self.memory:
             found["memory"] = self.memory
         if self.resources:
             found["resources"] = dict(self.resources)
         if self.node:
             found["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=self.node, soft=False)
-        return found
+        return ray.remote(Hosted).options(**found)
+
+
+def _ping() -> None:
+    client = ray_worker.global_worker.gcs_client
+    host, _, port = client.address.rpartition(":")
+    socket.create_connection((host, int(port)), PING_S).close()  # where nobody listens this is known at once
+    client.internal_kv_keys(b"overlord", None, timeout=PING_S)
 
 
 Key = tuple[str, str, Place]  # of a process: whose job, which actor, where
@@ -95,10 +110,12 @@ class Cluster:
         self.address: str | None = None
         self._folder: Path | None = None
         self._set_here: list[str] = []  # what we have put into the environment
-        self._idle: list[tuple[Key, Any]] = []  # actors that have left, whose processes are there
+        self._idle: list[tuple[Key, Any, int]] = []  # actors that have left, whose processes are there; their ids, on this machine
         self._numbers = itertools.count(1)
         self._pid = 0  # a forked copy of this process has no part in it
         self._run = ""  # tells the names of one connection from those of another
+        self._head = Head("", _ping)
+        self._nodes: list[Node] = []  # as they were when the head last answered
 
     def hold(self, address: str | None) -> None:
         """Connect, or start one of this machine alone; a program that has connected already decides for us."""
@@ -108,6 +125,7 @@ class Cluster:
                 if self._ours:
                     self._begin(address)
                 self.address, self._run, self._pid = address, secrets.token_hex(4), os.getpid()
+                self._head = Head(str(ray.get_runtime_context().gcs_address), _ping)
             elif address is not None and address != self.address:
                 now = self.address or "a cluster of this machine"
                 raise JobError([f"address: {address!r} was asked for, but this process is connected to {now}: close that first"], "launch")
@@ -116,14 +134,21 @@ class Cluster:
     def release(self) -> None:
         if os.getpid() != self._pid:
             return
-        with self._lock:
+        if not self._lock.acquire(timeout=END_S):  # Ray has hung in a start: to wait for it would hang whoever closes a session
+            log.warning("Ray did not come to an end with what it was asked for in %g s, and is left as it is", END_S)
+            return
+        try:
             self._holders -= 1
             if self._holders:
                 return
+            there = not self._idle or self._head.answers()  # else Ray does nothing for us
             while self._idle:
-                kill(self._idle.pop()[1])
+                _, actor, pid = self._idle.pop()
+                end_process(actor, 0 if there else pid)
             if self._ours:
                 self._end()
+        finally:
+            self._lock.release()
 
     @property
     def far(self) -> bool:
@@ -132,8 +157,11 @@ class Cluster:
 
     # actors
 
-    def start(self, key: Key, home: Home, code: bytes) -> tuple[Any, Future[Any]]:
-        """An actor, and its life: done when that is over. Under the lock: Ray starts a cluster for who asks when it is gone."""
+    def start(self, key: Key, home: Home, code: bytes, wanted: Callable[[], bool]) -> tuple[Any, Future[Any]] | None:
+        """An actor, and its life: done when that is over; None: nobody wants it any more. Waits for the head. Under the lock: Ray starts a
+        cluster for who asks when it is gone."""
+        if not self._head.wait(wanted):
+            return None
         with self._lock:
             if not self._holders:
                 raise OverlordError("the cluster was released")
@@ -144,32 +172,40 @@ class Cluster:
     def _process(self, key: Key) -> Any:
         """Of an actor of the same name that has left (a session that goes back starts all its parts again), or a new one. A name is used
         once: Ray keeps that of an actor that was killed for as long as somebody remembers it."""
-        for i, (of, actor) in enumerate(self._idle):
+        for i, (of, actor, _) in enumerate(self._idle):
             if of == key:
                 del self._idle[i]
                 return actor
         job, name, place = key
+        if place.num_cpus:  # it would wait for what those have that wait for it
+            self._make_room(place.node)
         named = {"name": f"{name}#{next(self._numbers)}", "namespace": f"overlord-{job}-{self._run}"}
-        return ray.remote(Hosted).options(max_restarts=0, max_task_retries=0, **named, **place.options()).remote()
+        return place.actor(**named).remote()
 
-    def give_back(self, key: Key, actor: Any) -> None:
+    def _make_room(self, node: str | None) -> None:
+        for entry in [e for e in self._idle if e[0][2].num_cpus and node in (None, e[0][2].node)]:
+            self._idle.remove(entry)
+            kill(entry[1])
+
+    def give_back(self, key: Key, actor: Any, pid: int) -> None:
         """It left when it was asked to."""
         with self._lock:
             if self._holders and len(self._idle) < MAX_IDLE:
-                self._idle.append((key, actor))
+                self._idle.append((key, actor, pid))
                 return
-        kill(actor)
+        end_process(actor, pid)
 
     def nodes(self) -> list[Node]:
-        """Those that live, and what they have left."""
-        idle = ray_state.available_resources_per_node()
-        return [
-            Node(
-                id=found["NodeID"], name=found.get("NodeName", ""), address=found.get("NodeManagerAddress", ""),
-                idle_cores=float(idle.get(found["NodeID"], {}).get("CPU", 0.0)),
-            )
-            for found in ray.nodes() if found["Alive"]
-        ]  # fmt: skip
+        """Those that live, and what they have left; while the head is away, those that lived before."""
+        if self._head.answers():
+            self._nodes = [self._with_idle(node) for node in _living_nodes()]
+        return self._nodes
+
+    def _with_idle(self, node: Node) -> Node:
+        """What processes have that wait for an actor is there for the next one."""
+        waiting = [place for (_, _, place), _, _ in list(self._idle) if place.node == node.id]
+        cores, memory = sum(p.num_cpus for p in waiting), sum(p.memory or 0.0 for p in waiting)
+        return replace(node, idle_cores=node.idle_cores + cores, idle_memory=node.idle_memory + memory)
 
     def node_id(self, node: str, actor: str) -> str:
         """A node by its name, address or id."""
@@ -207,8 +243,8 @@ class Cluster:
         ray_worker.print_to_stdstream = _said_by_ray  # Ray prints a paragraph for every process that is killed
 
     def _end(self) -> None:
-        ray_worker.print_to_stdstream = _prints
         ray.shutdown()
+        ray_worker.print_to_stdstream = _prints
         while self._set_here:
             os.environ.pop(self._set_here.pop(), None)
         if self._folder is not None:
@@ -235,10 +271,30 @@ def cluster(address: str | None = None) -> Iterator[Cluster]:
         CLUSTER.release()
 
 
+def _living_nodes() -> list[Node]:
+    idle = ray_state.available_resources_per_node()
+    return [
+        Node(
+            id=found["NodeID"], name=found.get("NodeName", ""), address=found.get("NodeManagerAddress", ""),
+            idle_cores=float(idle.get(found["NodeID"], {}).get("CPU", 0.0)),
+            idle_memory=float(idle.get(found["NodeID"], {}).get("memory", 0.0)),
+        )
+        for found in ray.nodes() if found["Alive"]
+    ]  # fmt: skip
+
+
 def kill(actor: Any) -> None:
     with contextlib.suppress(Exception):  # it is gone already, or the cluster is
         if ray.is_initialized():
             ray.kill(actor, no_restart=True)
+
+
+def end_process(actor: Any, pid: int) -> None:
+    """For good. ``pid``: of this machine, or 0. Ray asks a process to go, gives one that stands still five seconds, and needs its head."""
+    kill(actor)
+    with contextlib.suppress(OSError):
+        if pid and Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):  # and not another one that has its number by now
+            os.kill(pid, signal.SIGKILL)
 
 
 def pickled(name: str, code: tuple[Any, ...]) -> bytes:

@@ -7,13 +7,10 @@ then comes back by a link (``ray_actor.py``), and all that is said goes that way
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -29,13 +26,14 @@ from overlord.runtime.machine import Machine, Networked
 from overlord.runtime.peers import PeerRecord, Peers
 from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Home, this_machine
-from overlord.runtime.ray_cluster import CLUSTER, Key, Place, kill, pickled, reason_of
+from overlord.runtime.ray_cluster import CLUSTER, Key, Place, end_process, kill, pickled, reason_of
 
 log = logging.getLogger("overlord")
 
 KILLED = "killed"
 KILL_S = 8.0  # for Ray to say that an actor is gone
 CUT_S = 1.0  # between the end of a link and Ray's word that the process died, in either order
+SILENT_S = 6.0  # for Ray to say that one that was killed is gone; without a head it may say nothing
 
 
 class RayRecord(PeerRecord):
@@ -45,7 +43,12 @@ class RayRecord(PeerRecord):
         super().__init__(name)
         self.actor: Any = None
         self.near = False  # whether its process is one of this machine
-        self.killed = self.leaving = False
+        self.killed = ""  # why, when it was
+
+    @property
+    def pid(self) -> int:
+        """Of its process, where that is one of this machine; else 0."""
+        return (self.near and self.handle is not None and self.handle.pid) or 0
 
 
 class RayControl(Peers):
@@ -53,16 +56,17 @@ class RayControl(Peers):
 
     _kind = RayRecord
 
-    def __init__(self, address: str | None = None, *, job: str = "overlord"):
+    def __init__(self, address: str | None = None, *, job: str = "overlord", ports: range | None = None):
         CLUSTER.hold(address)
         try:
-            self.machine = Networked() if CLUSTER.far else Machine()
+            self.machine = Networked(ports) if CLUSTER.far else Machine(ports)
             super().__init__(end=self._end_by_name, cut=self._cut_off, machine=self.machine)
         except BaseException:
             CLUSTER.release()
             raise
         self._job, self._machine_id, self._pid = job, this_machine(), os.getpid()
         self._news = Hands(1, "ray")  # what Ray says is heard in a thread of ours: in its own nothing may be asked of it
+        self._starts = Hands(1, "ray-starts")  # whoever wants an actor must not wait for Ray, whose head may be gone
         self._home = {"address": self.address, "token": self.token, "path": tuple(p for p in sys.path if p)}
 
     # starting
@@ -76,12 +80,21 @@ class RayControl(Peers):
         """Where actors can be; none where there is no choice."""
         return CLUSTER.nodes() if CLUSTER.far else []
 
+    def asked(self) -> dict[str, tuple[float, float]]:
+        """Cores and bytes that were asked of Ray, for every actor."""
+        return {r.name: (r.place.num_cpus, r.place.memory or 0.0) for r in self._living() if r.place is not None}
+
     def _place(self, name: str, resources: Mapping[str, float], node: str | None) -> Place:
         others = {key: value for key, value in resources.items() if key not in ("cpus", "memory")}
         there = None if node is None else CLUSTER.node_id(node, name)
-        return Place(
+        place = Place(
             num_cpus=resources.get("cpus", 0.0), memory=resources.get("memory"), resources=tuple(sorted(others.items())), node=there
         )
+        try:
+            place.actor()
+        except (TypeError, ValueError) as fault:
+            raise JobError([f"resources: {dict(resources)!r} is nothing that Ray can give: {fault}"], f"actor {name!r}") from fault
+        return place
 
     def _start(self, record: PeerRecord, factory: Callable[..., Any], args: tuple[Any, ...]) -> Handle:
         assert isinstance(record, RayRecord)
@@ -91,15 +104,25 @@ class RayControl(Peers):
         self._by_ticket[record.ticket] = record
         here = {} if CLUSTER.far else {"environ": dict(os.environ), "directory": os.getcwd()}
         home = Home(name=record.name, ticket=record.ticket, **here, **self._home)  # type: ignore[arg-type]
-        try:
-            record.actor, life = CLUSTER.start(self._key(record), home, code)
-        except Exception as fault:
-            self._by_ticket.pop(record.ticket, None)
-            raise JobError([f"Ray cannot start it: {type(fault).__name__}: {str(fault)[:500]}"], f"actor {record.name!r}") from fault
-        if self._closed:  # meanwhile
-            kill(record.actor)
-        life.add_done_callback(lambda future: self._news.do(lambda: self._life_over(record, future)))
+        self._starts.do(lambda: self._begin(record, home, code))
         return handle
+
+    def _begin(self, record: RayRecord, home: Home, code: bytes) -> None:
+        """What Ray says against it is what the actor died of."""
+        try:
+            started = CLUSTER.start(self._key(record), home, code, lambda: not record.killed)
+        except Exception as fault:
+            words = str(fault) if isinstance(fault, OverlordError) else f"{type(fault).__name__}: {str(fault)[:500]}"
+            self.died(record.ticket, f"Ray cannot start it: {words}")
+            return
+        if started is None:
+            return
+        actor, life = started
+        with record.order:
+            record.actor, unwanted = actor, record.killed
+        if unwanted:  # meanwhile
+            kill(actor)
+        life.add_done_callback(lambda future: self._news.do(lambda: self._life_over(record, future)))
 
     def _key(self, record: RayRecord) -> Key:
         return self._job, record.name, record.place
@@ -108,41 +131,46 @@ class RayControl(Peers):
 
     def kill(self, handle: Handle) -> None:
         record = self._mine(handle)
-        assert isinstance(record, RayRecord)
         if record.reason is None:
             self._kill(record)
             if not self._in_callback() and not record.gone.wait(KILL_S):
                 raise DataStall(f"the process of actor {handle.name!r} to end after it was killed", KILL_S)
 
-    def _kill(self, record: RayRecord) -> None:
-        record.killed = True
-        kill(record.actor)
-        if record.near and record.link is not None and record.handle is not None and record.handle.pid:
-            with contextlib.suppress(OSError):  # Ray asks it to go, and gives one that stands still five seconds
-                os.kill(record.handle.pid, signal.SIGKILL)
+    def _kill(self, record: PeerRecord, why: str = KILLED) -> None:
+        """One whose link is closed leaves by itself, also where Ray can do nothing; if no word comes of it, it is given up."""
+        assert isinstance(record, RayRecord)
+        with record.order:
+            record.killed, actor, link = record.killed or why, record.actor, record.link
+        if actor is None:  # nobody has started it
+            self.died(record.ticket, record.killed)
+            return
+        end_process(actor, record.pid if link is not None else 0)
+        if link is not None:
+            _after(CUT_S, lambda: link.close(why))
+        _after(SILENT_S, lambda: self.died(record.ticket, record.killed))
 
     def _in_callback(self) -> bool:
         return self._server.in_its_thread or self._news.is_me()
 
     def _end_by_name(self, name: str, ticket: int, why: str) -> None:
-        if isinstance(record := self._by_ticket.get(ticket), RayRecord):
-            self._kill(record)
+        if (record := self._by_ticket.get(ticket)) is not None:
+            self._kill(record, why)
 
     def _cut_off(self, name: str, ticket: int, why: str) -> None:
         """Its link ended: nearly always because its process did, which Ray tells by itself. One that lives is of no use."""
-        _after(CUT_S, lambda: self._end_by_name(name, ticket, why))
+        _after(CUT_S, lambda: self._end_by_name(name, ticket, f"its link ended, and Ray did not say of what: {why}"))
 
     def _life_over(self, record: RayRecord, life: Future[Any]) -> None:
         """Ray says that it is over. What the actor said before still counts: the end of its link says that all was read."""
         error = life.exception()
         code = None if error else life.result()
         if record.leaving and not record.killed and error is None and code is None:
-            CLUSTER.give_back(self._key(record), record.actor)
+            CLUSTER.give_back(self._key(record), record.actor, record.pid)
         else:
             kill(record.actor)
         if (link := record.link) is not None:
             _after(CUT_S, lambda: link.close("Ray says that it is gone"))  # of a machine that vanished no end would come
-        self.died(record.ticket, KILLED if record.killed else f"exit code {code or 0}" if error is None else reason_of(error), record.fault)
+        self.died(record.ticket, record.killed or (f"exit code {code or 0}" if error is None else reason_of(error)), record.fault)
 
     def _ended(self, record: PeerRecord) -> None:
         assert isinstance(record, RayRecord)
@@ -185,19 +213,12 @@ class RayControl(Peers):
             raise OverlordError("shutdown waits for the thread that runs callbacks; call it from another thread")
         if not self._close_once():
             return
-        deadline = time.monotonic() + timeout_s
-        records = [r for r in self._living() if isinstance(r, RayRecord) and r.actor is not None]
-        for record in records:
-            record.leaving = True
-            self._send(record, ITSELF, b"", [])
-        late = [r for r in records if not r.gone.wait(max(0.0, deadline - time.monotonic()))]
-        for record in late:
-            log.warning("actor %s did not leave in %.1f s and was killed", record.name, timeout_s)
-            self._kill(record)
-        for record in late:
+        records = [r for r in self._living() if isinstance(r, RayRecord)]
+        for record in self._dismiss(records, timeout_s, self._kill):
             record.gone.wait(HURRY_S)
             self._over(record, SHUT_DOWN, quiet=True)  # one that stands still is ended by Ray in a few seconds
         self._server.close(HURRY_S)
+        self._starts.close()
         self._news.close()
         CLUSTER.release()
 

@@ -35,7 +35,7 @@ class Status:
     steps: int  # planned
     taken: int  # the last step that all ranks took; -1 before the first
     clients: int
-    parts: tuple[dict[str, Any], ...]  # name, node, pid, state
+    parts: tuple[dict[str, Any], ...]  # name, node, cores and memory that were asked of Ray, pid, state
 
 
 class Keeper:
@@ -84,8 +84,11 @@ class Keeper:
         if session is None or self._state != "running":
             return told
         figures = session.metrics()
+        host: Any = session._host
+        asked = (host._control if hasattr(host, "_control") else host._parts.control).asked()
         parts = tuple(
             {"name": a["name"], "node": a.get("node") or ray_cluster.node_here(), "pid": a["pid"], "state": a["state"]}
+            | dict(zip(("cores", "memory"), asked.get(a["name"], (0.0, 0.0)), strict=True))
             for a in figures["actors"] if a["role"] in ("host", "planner")
         )  # fmt: skip
         serving = session._serving
@@ -105,7 +108,7 @@ def submit(job: Job, *, address: str | None, host: str = "", port: int = 0, toke
     with ray_cluster.cluster(_wanted(address)):
         if job.name in ray_cluster.kept():
             raise JobError([f"a job called {job.name!r} runs on this cluster; stop it first, or give this one another name"], "submit")
-        code = ray_cluster.pickled(job.name, (job, options))
+        code = ray_cluster.pickled(job.name, (job, {"address": address, **options}))
         keeper = ray_cluster.keep(Keeper, job.name)
         try:
             path = tuple(p for p in sys.path if p)

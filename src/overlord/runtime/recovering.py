@@ -115,7 +115,7 @@ class Recovering(Shadowing):
         for handle in self._starts.look():
             log.warning("%s is killed: it was stopped while it was being started", handle.name)
             self._machine.thread(lambda h=handle: self._kill(h), f"overlord kill {handle.name}")  # type: ignore[misc]
-        for remote in self._processes():
+        for remote in [*self._processes(), *self._fresh.values()]:  # those that are there again and wait for others, too
             if remote.lost or not remote.joined:
                 continue
             if remote.beat is not None and remote.beat.done() and remote.beat.exception() is None:

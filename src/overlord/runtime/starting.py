@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,9 +21,10 @@ from overlord.runtime.hosting import Hosting
 from overlord.runtime.loaderhost import LoaderHost
 from overlord.runtime.machine import Machine
 from overlord.runtime.options import CORES_PER_CONSTRUCTOR, Options, n_cores, ring_bytes
-from overlord.runtime.placing import Layout, Node, choose
+from overlord.runtime.placing import Layout, Node, Spot, again, choose
 from overlord.runtime.sendable import sendable
 
+PROCESS_BYTES = 2**27  # of a host before it has read anything: Python, pyarrow and what a cluster puts beside them
 SIDE_BY_SIDE = 8  # steps, where several hosts read: they are not equally fast at every step
 
 
@@ -68,7 +69,7 @@ def settings_of(blueprint: Blueprint, hosting: Hosting, token: str, generation: 
 def layout_of(blueprint: Blueprint, constructor_of: Sequence[int]) -> Layout:
     buckets, options = list(blueprint.job.place.buckets("DP")), blueprint.options
     served = [tuple(r for b, c in enumerate(constructor_of) if c == host for r in buckets[b]) for host in range(max(constructor_of) + 1)]
-    return Layout(rank_nodes=tuple(options.rank_nodes or ()), ranks_of=tuple(served), share=options.sidecar)
+    return Layout(rank_nodes=tuple(options.rank_nodes or ()), ranks_of=tuple(served), share=options.sidecar, reserve=options.reserve)
 
 
 class Starter(Protocol):
@@ -92,7 +93,8 @@ class Recipes:
         self._control, self._blueprint, self._settings = control, blueprint, settings
         self._constructor_of = np.asarray(constructor_of)
         self._born = itertools.count(1)
-        self._placed: dict[str, str] = {}  # hosts by name, on a cluster's nodes
+        self._placed: dict[str, Spot] = {}  # hosts by name, on a cluster's nodes
+        self._nodes: dict[str, Node] = {}  # as they were when first seen: later they have less, of what was asked here
         self._kits: dict[int, SourceKit] = {}  # those that can be sent, once that is known
 
     def constructor(self, c: int) -> Handle:
@@ -101,7 +103,7 @@ class Recipes:
         buckets = {b: tuple(ranks[b]) for b in np.flatnonzero(self._constructor_of == c).tolist()}
         return self._control.spawn(
             ConstructorHost, c, self._settings, buckets, job.batch, job.document_multiple, hooks, blueprint.images,
-            name=f"constructor-host/{c}", node=self._node(f"constructor-host/{c}"),
+            name=f"constructor-host/{c}", **self._place(f"constructor-host/{c}", PROCESS_BYTES),
         )  # fmt: skip
 
     def loader_host(self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str]) -> Handle:
@@ -109,21 +111,25 @@ class Recipes:
         kits = {i: self._kit(i) for i in sorted(sources)}
         return self._control.spawn(
             LoaderHost, h, replace(self._settings, born=next(self._born)), kits, openings, constructors, of_kind(job.hooks, LOADER),
-            job.seed, name=f"loader-host/{h}", node=self._node(f"loader-host/{h}"),
+            job.seed, name=f"loader-host/{h}", **self._place(f"loader-host/{h}", PROCESS_BYTES + sum(self.hosting.memory[h : h + 1])),
         )  # fmt: skip
 
     def end(self, h: int, handle: Handle) -> None:
         self._placed.pop(handle.name, None)
         self._control.kill(handle)
 
-    def _node(self, name: str) -> str | None:
-        """Where a host goes, on a cluster; one that is started again stays, if its node is there."""
+    def _place(self, name: str, memory: int) -> dict[str, Any]:
+        """Where a host goes, on a cluster, and what is asked for it; one that is started again stays, if its node is there."""
         nodes: list[Node] = getattr(self._control, "nodes", list)()
         if not nodes:
-            return None
-        if self._placed.get(name) not in {node.id for node in nodes}:
-            self._placed[name] = choose(name, nodes, layout_of(self._blueprint(), self._constructor_of.tolist()), self._placed)
-        return self._placed[name]
+            return {}
+        self._nodes = {node.id: self._nodes.get(node.id, node) for node in nodes}
+        before = self._placed.get(name)
+        if before is None or (spot := again(before, nodes)) is None:
+            layout = layout_of(self._blueprint(), self._constructor_of.tolist())
+            spot = choose(name, list(self._nodes.values()), layout, self._placed, memory)
+        self._placed[name] = spot
+        return {"node": spot.node or None, "resources": {"cpus": spot.cores, "memory": float(spot.memory)}}
 
     def _kit(self, i: int) -> SourceKit:
         blueprint = self._blueprint()

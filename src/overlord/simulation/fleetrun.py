@@ -20,7 +20,7 @@ from overlord.messages import Attach, Build, Built, Consumed, Cursor, Deliver, E
 from overlord.planner.cut import Cutter, spread
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.hosting import plan_hosts
-from overlord.runtime.starting import loads_of
+from overlord.runtime.partitioning import loads_of
 from overlord.scaling.fleet import Constants, Fleet
 from overlord.scaling.traffic import arrivals
 from overlord.simulation.dummies import DummyReader, Probe

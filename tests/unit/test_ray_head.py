@@ -1,0 +1,58 @@
+"""A head that answers is believed at once, one that is away is waited for, one that is gone is given up in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from overlord.errors import OverlordError
+from overlord.runtime import ray_head
+from overlord.runtime.ray_head import Head
+
+
+class Answers:
+    """Those that are missing are time-outs; the last one is repeated."""
+
+    def __init__(self, *there: bool):
+        self.there: Iterator[bool] = iter(there)
+        self.last, self.asked = there[-1], 0
+
+    def __call__(self) -> None:
+        self.asked += 1
+        if not next(self.there, self.last):
+            raise ConnectionRefusedError
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_head, "LOOK_S", 0.001)
+
+
+def test_one_that_comes_back_was_waited_for() -> None:
+    answers = Answers(False, False, True)
+    assert Head("h:1", answers, patience_s=60.0).wait()
+    assert answers.asked == 3
+
+
+def test_one_that_stays_away_is_given_up_in_words_and_not_waited_for_again() -> None:
+    answers = Answers(False)
+    head = Head("10.0.0.1:6379", answers, patience_s=0.02)
+    with pytest.raises(OverlordError, match=r"the head of the Ray cluster at 10\.0\.0\.1:6379 has answered nothing for 0 s.*its journal"):
+        head.wait()
+    before = answers.asked
+    with pytest.raises(OverlordError, match="head of the Ray cluster"):
+        head.wait()
+    assert answers.asked == before + 1
+
+
+def test_its_patience_begins_anew_when_it_has_answered() -> None:
+    head = Head("h:1", Answers(False, True, False), patience_s=0.02)
+    assert not head.answers()
+    assert head.wait()
+    with pytest.raises(OverlordError, match="head of the Ray cluster"):
+        head.wait()
+
+
+def test_nobody_is_waited_for_by_nobody() -> None:
+    assert not Head("h:1", Answers(False), patience_s=60.0).wait(lambda: False)
