@@ -35,17 +35,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what is 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Tests that share what takes long to start go to one worker of a run: the Ray cluster, and the ranks of a file under tests/torch."""
-    for item in items:
-        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if "ray_cluster" in item.fixturenames or any(value == "ray" for value in values if isinstance(value, str)):
-            item.add_marker(pytest.mark.xdist_group("ray"))
-        elif "worlds" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Indexes of test files must not land in the user's cache."""
