@@ -60,6 +60,7 @@ class Options:
     address: str | None = None  # of a Ray cluster's head, host:port; None: one of this machine, that ends with the job
     rank_nodes: Sequence[str] | None = None  # of the cluster, by rank: name, address or id; constructors and loaders go there first
     sidecar: float = 0.5  # of the idle cores of those nodes, for loaders; beyond it they go to nodes without ranks
+    reserve: bool = False  # True: hosts for which no node has room wait for Ray, and its autoscaler, to find one
     ports: str | None = None  # "7000-7099": TCP ports at which hosts listen for others; None: any that is free
     partition: str | None = "auto"  # loaders by what sources cost, as measured; "off" or None: by what their index says
     autoscale: bool | Mapping[str, Any] = False  # hosts for a source as it needs them; a mapping: True, with other limits (scaling.Limits)
