@@ -32,7 +32,7 @@ PURE = sorted(
     [
         *NOUNS,
         *CORES,
-        *(f"{part}.{p.stem}" for part in ("planner", "recovery") for p in (PACKAGE / part).glob("*.py") if p.stem != "__init__"),
+        *(f"{part}.{p.stem}" for part in ("planner", "recovery", "scaling") for p in (PACKAGE / part).glob("*.py") if p.stem != "__init__"),
     ]
 )
 

@@ -30,7 +30,8 @@ def launch(
     "heavy" or "all".
     Of the Ray runtime, which has all of these too: address="host:port" of a cluster's head (None: a cluster of this machine, for this job),
     rank_nodes=["gpu-0", ...] by rank, sidecar=0.5 (of those nodes' idle cores, for loaders).
-    Others are still to come: partition, autoscale.
+    Of both: autoscale=False (True: hosts for a source as it needs them).
+    Others are still to come: partition.
     """
     if not isinstance(job, Job):
         raise JobError([f"wanted a Job, found {type(job).__name__}"], "launch")
