@@ -37,7 +37,7 @@ LIGHT = {"text": 0.93, "thumbs": 0.05, "photos": 0.018, "scenes": 0.002}
 HEAVY = {"text": 0.55, "thumbs": 0.20, "photos": 0.15, "scenes": 0.10}
 STAGES = (0.45, 0.65)  # of the run: the heavy stage is between
 BUSY, TARGET = 0.6, 0.7  # of all hosts in the heavy stage; of a host that is provisioned by hand
-SIDES = {"thumbs": 320, "photos": 330, "scenes": 660}  # pixels
+SIDES = {"thumbs": 350, "photos": 330, "scenes": 660}  # pixels
 CHUNKS = 16  # open together: as many loaders as a source may have
 HEAD = [
     "run",

@@ -48,7 +48,9 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
     [
         ({"partition": "atuo"}, "partition: wanted how loaders are given to sources, found 'atuo'; did you mean 'auto'?"),
         ({"partition": 3}, "partition: wanted how loaders are given to sources, found 3; there are auto, off"),
-        ({"autoscale": True}, "autoscale: True is not available in this version"),
+        ({"autoscale": 2}, "autoscale: wanted True, False, or limits by name, found 2"),
+        ({"autoscale": {"patient": 1}}, "autoscale: unknown limit 'patient'; did you mean 'patience'"),
+        ({"autoscale": {"low": 0.9}}, "autoscale: wanted 0 < low < target < high <= 1, found 0.9, 0.7, 0.85"),
         ({"shadows": "heavy"}, "shadows: 'heavy' is for runtime='process'; what is in one process is lost together"),
         ({"shadows": "hevy"}, "shadows: wanted whose loaders have a stand-by, found 'hevy'; did you mean 'heavy'"),
         ({"shadows": 3}, "found 3; there are none, heavy, all"),
@@ -96,7 +98,7 @@ def test_what_launch_cannot_do_is_refused_in_words(options: dict[str, Any], says
 
 
 def test_all_options_that_cannot_be_are_told_at_once() -> None:
-    assert len(problems(lambda: ov.launch(job(), shadows="some", autoscale=True, loaders=3, prefetch=0))) == 4
+    assert len(problems(lambda: ov.launch(job(), shadows="some", autoscale=1.5, loaders=3, prefetch=0))) == 4
 
 
 def test_options_may_say_what_is_done_anyway() -> None:

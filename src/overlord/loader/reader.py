@@ -64,6 +64,7 @@ class ReaderStats:
 
     read_s: float = 0.0
     transform_s: float = 0.0
+    busy_s: float = 0.0  # of both, the time a core was busy with it: other threads of the process, and storage, may have been waited for
     rows: int = 0
     samples: int = 0
     tokens: int = 0
@@ -136,7 +137,7 @@ class SourceReader:
         return error
 
     def read(self, command: Read) -> WindowRead:
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.thread_time()
         with self._lock:
             ticket = self._ticket = object()
         try:
@@ -155,7 +156,12 @@ class SourceReader:
         took = time.perf_counter() - start
         self.stats.read_s += took
         self.stats.reads.append(took)
+        self.stats.busy_s += self._busy(took, time.thread_time() - busy)
         return WindowRead(len(window.key), over, self.stats.raw_bytes, 0 if len(window.key) else window.dropped)
+
+    def _busy(self, took: float, here: float) -> float:
+        """Of work that is done in another process nothing but its end is seen here."""
+        return took if getattr(self.stages, "pid", None) is not None else here
 
     def _open(self, command: Read) -> tuple[_Window, tuple[int, ...]]:
         tables: list[pa.Table] = []
@@ -215,7 +221,7 @@ class SourceReader:
     def evaluate(self, command: Evaluate) -> tuple[Evaluated, Content]:
         window = self._window
         assert window is not None, "evaluate before read"
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.thread_time()
         a, b = window.position, min(window.position + command.rows, len(window.key))
         window.position = b
         key, file, row, at = window.key[a:b], window.file[a:b], window.row[a:b], window.at[a:b]
@@ -237,6 +243,7 @@ class SourceReader:
         self.stats.image_bytes_in += block.image_bytes_in
         self.stats.image_bytes_out += block.image_bytes_out
         self.stats.transform_s += took
+        self.stats.busy_s += self._busy(took, time.thread_time() - busy)
         return Evaluated(found, b - a, content.nbytes, took), content
 
     def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:

@@ -23,6 +23,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 BUCKETS = 64  # rows of a plan that are shown
 SOURCES = 24  # of a plan's mix that are named
 CELLS = 8  # microbatches of a bucket that are shown
+DECISIONS = 12  # of scaling, the last, at the end of a run
 REASONS = 5
 
 
@@ -79,10 +80,18 @@ def run_view(job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Seq
         ("wait", f"{meter.wait_ms:.1f} ms/step after a first of {meter.first_wait_s * 1e3:,.0f} ms; no trainer computes in between"),
         ("memory", f"{size(peak)} (PSS of all processes); held now: " + ", ".join(f"{k} {size(v)}" for k, v in memory.items())),
     ]  # fmt: skip
+    facts += scaling_facts(metrics.get("scaling", {}))
     parts: list[RenderableType] = [grid(head, rows), Text(""), _facts(facts)]
     if quarantine:
         parts += [Text(""), Text("quarantined rows, the last ones:"), *(Text(_refused(q)) for q in quarantine[-REASONS:])]
     return Group(*parts)
+
+
+def scaling_facts(scaling: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What scaling has decided lately, and which sources cannot keep up; nothing where there is none."""
+    told = [("scaling", f"behind step {d['step']}: {d['words']}") for d in scaling.get("decisions", ())[-DECISIONS:]]
+    short = scaling.get("cannot_keep_up", {}).items()
+    return told + [("cannot keep up", f"{name}: needs {s['needs']} loader hosts: {s['reason']}") for name, s in short]
 
 
 def _refused(row: Mapping[str, Any]) -> str:

@@ -138,6 +138,11 @@ class Answers:
         """Rows that filters dropped, in windows behind the samples drawn so far."""
         return self.ledger.see_dropped([s.dropped for s in self._streams]).tolist()
 
+    def waits_for(self) -> list[str]:
+        """Sources that the next step is waiting for."""
+        short = (i for i, n in sorted(self._waiting.items()) if self._streams[i].ready < n and not self._streams[i].ended)
+        return [self.spec.sources[i].name for i in short]
+
     def waiting_for(self) -> str:
         """What the next plan waits for, in words."""
         if self._finished:

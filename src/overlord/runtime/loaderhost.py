@@ -205,9 +205,9 @@ class LoaderHost(HostActor):
         self._pump.post(lambda: self._awaited.append((loaders, answer)))
         return answer
 
-    def gauge(self) -> Future[list[tuple[int, bool, float, int, float, float]]]:
-        """For scaling: of every loader whether it is a shadow, seconds it worked and samples it made in all, a usual and a slow read."""
-        answer = Future[list[tuple[int, bool, float, int, float, float]]]()
+    def gauge(self) -> Future[list[tuple[int, bool, float, float, int, float, float]]]:
+        """For scaling: of every loader what it took, of cores and of time, the samples it made, a usual and a slow read."""
+        answer = Future[list[tuple[int, bool, float, float, int, float, float]]]()
         self._pump.post(lambda: answer.set_result(self._loading.gauge()))
         return answer
 

@@ -23,7 +23,7 @@ log = logging.getLogger("overlord")
 KEPT_DECISIONS = 200
 POINTS = 4  # of a schedule's future that are looked at
 
-Row = tuple[int, bool, float, int, float, float]  # loader, whether a shadow, busy seconds, samples, a usual and a slow read
+Row = tuple[int, bool, float, float, int, float, float]  # loader, whether a shadow, busy and all seconds, samples, a usual and a slow read
 
 
 class Scaling(Spreading):
@@ -105,14 +105,13 @@ class Scaling(Spreading):
             if not name.startswith("loader"):
                 continue
             h = int(name.rpartition("/")[2])
-            for loader, shadow, busy_s, samples, usual_s, slow_s in rows:
-                last[h, loader] = (loader, shadow, busy_s, samples, usual_s, slow_s)
-                _, _, had_s, had, *_ = self._last.get((h, loader), last[h, loader])
-                if not shadow:  # one that was opened again counts from nothing
-                    found[loader] = (
-                        loader, shadow, busy_s - had_s if busy_s >= had_s else busy_s, samples - had if samples >= had else samples,
-                        usual_s, slow_s,
-                    )  # fmt: skip
+            for loader, shadow, busy_s, took_s, samples, *reads in rows:
+                last[h, loader] = (loader, shadow, busy_s, took_s, samples, *reads)
+                _, _, *had = self._last.get((h, loader), last[h, loader])
+                if samples < had[2]:  # it was opened again, and counts from nothing
+                    had = [0.0, 0.0, 0, *reads]
+                if not shadow:
+                    found[loader] = (loader, shadow, busy_s - had[0], took_s - had[1], samples - int(had[2]), *reads)
         self._last = last
         return found
 
@@ -121,15 +120,16 @@ class Scaling(Spreading):
         shares = self.planner.shares()
         span = max(1, math.ceil(self._scaler.pace * self._scaler.limits.foresight_s))
         future = [self.planner.shares(self.planner.next_step + span * k // POINTS) for k in range(1, POINTS + 1)]
-        seen = []
+        seen, waited_for = [], self.planner.waits_for()
         for i, name in enumerate(self.planner.spec.names):
             mine = [rows[k] for k in self._numbers(i) if k in rows]
             seen.append(
                 SourceSeen(
                     name=name, share=float(shares[i]), ahead=float(max(shares[i], *(f[i] for f in future))), drawn=float(drawn[i]),
-                    read=float(sum(r[3] for r in mine)), busy_s=math.fsum(r[2] for r in mine), hosts=tuple(self.hosts_of(i)),
-                    most=self.hosting.loaders[i], read_s=float(np.median([r[4] for r in mine])) if mine else 0.0,
-                    slow_read_s=max((r[5] for r in mine), default=0.0),
+                    read=float(sum(r[4] for r in mine)), busy_s=math.fsum(r[2] for r in mine), took_s=math.fsum(r[3] for r in mine),
+                    waited_for=name in waited_for, hosts=tuple(self.hosts_of(i)),
+                    most=self.hosting.loaders[i], read_s=float(np.median([r[5] for r in mine])) if mine else 0.0,
+                    slow_read_s=max((r[6] for r in mine), default=0.0),
                 )
             )  # fmt: skip
         return tuple(seen)

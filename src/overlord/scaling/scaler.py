@@ -53,7 +53,9 @@ class SourceSeen:
     ahead: float  # the largest share that is known to come within the foresight; the same where nothing is known
     drawn: float  # samples that steps took
     read: float  # samples that its loaders made ready
-    busy_s: float  # seconds that they worked for them, all together
+    busy_s: float  # seconds that cores were busy with it, all together
+    took_s: float = 0.0  # seconds that it took, with what was waited for: storage, or other threads
+    waited_for: bool = False  # the next step waits for it
     hosts: tuple[int, ...]  # that read it
     most: int = 1  # hosts that could
     read_s: float = 0.0  # what a usual read takes
@@ -95,9 +97,10 @@ class CannotKeepUp:
     hosts: int
     wanted: int
     reason: str
+    what: str = "loader hosts"
 
     def __str__(self) -> str:
-        return f"{self.source} cannot keep up: it would take {self.wanted} loader hosts and has {self.hosts}: {self.reason}"
+        return f"{self.source} cannot keep up: it would take {self.wanted} {self.what} and has {self.hosts}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +125,14 @@ class _Known:
     looks: deque[SourceSeen]
     share: float = 0.0  # moving average
     cost_s: float = 0.0  # of a sample; 0: none was ever read
+    took_s: float = 0.0  # and what it takes with all that is waited for
+    waited_for: int = 0  # looks in a row that found the next step waiting for it
     above: int = 0  # looks in a row that found too few hosts
     below: int = 0
     changed: float = -math.inf
     ahead: int = 0  # steps read ahead, where it was told
     short: int = 0  # hosts it was said to need and not to get
+    fine: int = 0  # looks in a row that found enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +164,14 @@ class Scaler:
         self.limits, self._read_ahead = limits, read_ahead
         self._known: dict[str, _Known] = {}
         self._looks: deque[Observed] = deque(maxlen=limits.window)
+        self._paces: deque[Observed] = deque(maxlen=4 * limits.window)  # waits are told when they are over, and may be long
         self.pace = 0.0  # steps a second that trainers would take if they never waited; 0: not known yet
         self.waited = 0.0  # share of their time that they do
+        self.rate = 0.0  # steps a second that they do take
 
     def handle(self, observed: Observed, now: float) -> list[Decision]:
         self._looks.append(observed)
+        self._paces.append(observed)
         for seen in observed.sources:
             self._learn(seen)
         self._see_pace()
@@ -190,13 +199,16 @@ class Scaler:
         known.share += (seen.share - known.share) * 2 / (1 + self.limits.window)
         if read := math.fsum(s.read for s in known.looks):
             known.cost_s = math.fsum(s.busy_s for s in known.looks) / read
+            known.took_s = math.fsum(s.took_s for s in known.looks) / read
+        known.waited_for = known.waited_for + 1 if seen.waited_for else 0
 
     def _see_pace(self) -> None:
-        seconds, taken = math.fsum(o.seconds for o in self._looks), math.fsum(o.taken for o in self._looks)
-        waited = min(seconds, math.fsum(o.waited_s for o in self._looks))
+        seconds, taken = math.fsum(o.seconds for o in self._paces), math.fsum(o.taken for o in self._paces)
+        waited = min(seconds, math.fsum(o.waited_s for o in self._paces))
         self.waited = waited / seconds if seconds else 0.0
         # One that only ever waits would take any number: it is told from one that computes by a twentieth of its time.
         self.pace = taken / max(seconds - waited, seconds / 20) if taken else 0.0
+        self.rate = taken / seconds if seconds else 0.0
 
     # what is needed
 
@@ -233,7 +245,8 @@ class Scaler:
             up = need.most > self.limits.high * need.room and (need.later > need.now or self.waited > 0.01 or self._is_busy(s, observed))
             down = need.fewest(self.limits.low) < len(s.hosts)
             known.above, known.below = known.above + 1 if up else 0, known.below + 1 if down else 0
-            known.short = known.short if up else 0
+            known.fine = 0 if up or self._waits_for_storage(s, need) else known.fine + 1
+            known.short = known.short if known.fine < self.limits.idle_patience else 0
 
     def _is_busy(self, seen: SourceSeen, observed: Observed) -> bool:
         """What is seen beats what is reckoned: a source whose loaders idle needs no more of them."""
@@ -254,12 +267,35 @@ class Scaler:
             hosts = min(wanted, s.most, had + self._free(observed))
             if hosts > had:
                 ups.append(self._changed(Scale(source=s.name, hosts=hosts, had=had, reason=self._why(s, need)), now))
-            if hosts < wanted and self._known[s.name].short != wanted:
-                self._known[s.name].short = wanted
+            if hosts < wanted and self._is_news(s.name, wanted):
                 short.append(CannotKeepUp(source=s.name, hosts=hosts, wanted=wanted, reason=self._why_not(s, need, hosts)))
             if ups:
                 break
-        return ups, short
+        return ups, short + [self._slow_storage(s, needs[s.name]) for s in observed.sources if self._is_slow(s, needs[s.name])]
+
+    def _is_news(self, source: str, wanted: int) -> bool:
+        """Said once, and again when it is another matter."""
+        known = self._known[source]
+        if known.short and known.short / 2 < wanted < known.short * 2:
+            return False
+        known.short = wanted
+        return True
+
+    def _waits_for_storage(self, seen: SourceSeen, need: _Need) -> bool:
+        """Trainers wait for it though its hosts have room: what it waits for is no core."""
+        known = self._known[seen.name]
+        return self.waited > 0.1 and known.waited_for > 0 and need.most < need.room and known.took_s > 2 * known.cost_s
+
+    def _is_slow(self, seen: SourceSeen, need: _Need) -> bool:
+        known = self._known[seen.name]
+        if known.waited_for < self.limits.idle_patience or not self._waits_for_storage(seen, need) or not known.cost_s:
+            return False
+        return self._is_news(seen.name, math.ceil(need.most / known.cost_s * known.took_s))
+
+    def _slow_storage(self, seen: SourceSeen, need: _Need) -> CannotKeepUp:
+        known = self._known[seen.name]
+        why = f"a sample takes {known.took_s * 1e3:.3g} ms, of a core {known.cost_s * 1e3:.3g} ms; so many loaders= read side by side"
+        return CannotKeepUp(source=seen.name, hosts=seen.most, wanted=known.short, what="loaders", reason=why)
 
     def _free(self, observed: Observed) -> int:
         free = self.limits.cores - observed.hosts
@@ -321,9 +357,9 @@ class Scaler:
         for s in observed.sources:
             known, steps = self._known[s.name], self._read_ahead
             if s.slow_read_s > LEAST_TAIL * s.read_s > 0:
-                steps = min(max(MOST_AHEAD, steps), steps + math.ceil(s.slow_read_s * self.pace))
+                steps = min(max(MOST_AHEAD, steps), steps + math.ceil(s.slow_read_s * self.rate))
             was = known.ahead or self._read_ahead
-            if steps > 1.25 * was or steps < was / 2:
+            if steps >= 2 * was or 2 * steps < was:
                 known.ahead = steps
                 reason = f"its slow reads take {s.slow_read_s:.3g} s, usual ones {s.read_s:.3g} s"
                 decisions.append(ReadAhead(source=s.name, steps=steps, reason=reason))

@@ -1,0 +1,114 @@
+"""Stories of the scaler: what is seen, and what follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from overlord.scaling.scaler import CannotKeepUp, Decision, Limits, Observed, ReadAhead, Scale, Scaler, SourceSeen, in_force
+
+LIMITS = Limits(cores=4, patience=2, idle_patience=3, cool_down_s=2.0)
+
+
+def seen(name: str = "photos", share: float = 0.5, lanes: float = 0.5, **changes: Any) -> SourceSeen:
+    """A source that kept ``lanes`` cores busy for a second, with ten steps of 100 samples."""
+    n = 1000 * share
+    settings = {"ahead": share, "drawn": n, "read": n, "busy_s": lanes, "took_s": lanes, "hosts": (0,), "most": 8}
+    return SourceSeen(name=name, share=share, **{**settings, **changes})
+
+
+def look(*sources: SourceSeen, **changes: Any) -> Observed:
+    hosts = len({h for s in sources for h in s.hosts})
+    return Observed(**{"seconds": 1.0, "planned": 10, "taken": 10, "waited_s": 0.0, "hosts": hosts, "sources": sources, **changes})
+
+
+def told(scaler: Scaler, observed: Observed, looks: int, first: int = 1) -> list[Decision]:
+    return [decision for k in range(looks) for decision in scaler.handle(observed, float(first + k))]
+
+
+def test_a_source_that_fills_its_host_gets_more_once_that_was_seen_twice() -> None:
+    scaler, full = Scaler(LIMITS), look(seen(lanes=1.0), waited_s=0.2)
+    assert told(scaler, full, 1) == []
+    [scale] = told(scaler, full, 1, first=2)
+    assert scale == Scale(
+        source="photos", hosts=2, had=1,
+        reason="625 samples a second of 2 ms take 1.2 hosts, its hosts have room for 1, trainers wait 20% of their time",
+    )  # fmt: skip
+    assert str(scale).startswith("photos: 1 -> 2 loader hosts: 625 samples")
+
+
+def test_hosts_come_before_a_schedule_needs_them() -> None:
+    soon = look(seen(share=0.1, lanes=0.1, ahead=0.8), seen("text", share=0.9, lanes=0.1))
+    [scale] = told(Scaler(LIMITS), soon, 2)
+    assert (scale.source, scale.hosts) == ("photos", 2)
+    assert "the mixture will give it 80.0% in place of 10.0%" in scale.reason
+
+
+def test_a_source_whose_hosts_idle_gives_them_back_but_not_at_once() -> None:
+    scaler, idle = Scaler(LIMITS), look(seen(lanes=0.2, hosts=(0, 1, 2)))
+    assert told(scaler, idle, 2) == []
+    [scale] = told(scaler, idle, 1, first=3)
+    assert (scale.hosts, scale.had) == (1, 3)
+
+
+def test_after_a_change_a_source_is_left_alone_for_a_while() -> None:
+    scaler = Scaler(replace(LIMITS, cool_down_s=10.0))
+    assert len(told(scaler, look(seen(lanes=1.0), waited_s=0.2), 2)) == 1
+    assert told(scaler, look(seen(lanes=2.0, hosts=(0, 1)), waited_s=0.5), 9, first=3) == []
+
+
+def test_while_a_change_is_under_way_no_other_is_decided() -> None:
+    scaler = Scaler(LIMITS)
+    assert told(scaler, look(seen(lanes=1.0), waited_s=0.2, changing=True), 5) == []
+    assert len(told(scaler, look(seen(lanes=1.0), waited_s=0.2), 1, first=6)) == 1
+
+
+def test_a_source_that_gets_no_more_is_named_once_with_what_it_would_take() -> None:
+    scaler, short = Scaler(LIMITS), look(seen(lanes=1.0, most=1), waited_s=0.5)
+    [named] = told(scaler, short, 6)
+    assert isinstance(named, CannotKeepUp)
+    assert (named.hosts, named.wanted) == (1, 3)
+    assert "it has 1 loader: more chunks open together (shuffle_chunks) or loaders= allow more" in str(named)
+    assert in_force([named]) == [named]
+    assert in_force([named, Scale(source="photos", hosts=2, had=1, reason="")]) == []
+
+
+def test_who_holds_hosts_that_it_does_not_need_gives_them_up_sooner_when_another_needs_them() -> None:
+    full = look(seen(lanes=1.0, hosts=(0,)), seen("text", lanes=0.1, hosts=(1, 2, 3)), waited_s=0.3)
+    found = told(Scaler(replace(LIMITS, idle_patience=50)), full, 2)
+    assert [(type(d).__name__, d.source) for d in found] == [("CannotKeepUp", "photos"), ("Scale", "text")]
+    assert "all 4 loader hosts that cores and memory allow are in use" in str(found[0])
+
+
+def test_memory_bounds_hosts_as_cores_do() -> None:
+    scaler = Scaler(replace(LIMITS, cores=64, memory_bytes=2**31))
+    [named] = told(scaler, look(seen(lanes=1.0), waited_s=0.2, host_bytes=2**31), 3)
+    assert isinstance(named, CannotKeepUp)
+
+
+def test_a_source_that_waits_for_its_storage_gets_no_hosts_and_is_named() -> None:
+    slow = look(seen(lanes=0.1, took_s=1.0, waited_for=True), waited_s=0.5)
+    [named] = told(Scaler(LIMITS), slow, 6)
+    assert isinstance(named, CannotKeepUp)
+    assert (named.what, named.wanted) == ("loaders", 2)
+    assert "a sample takes 2 ms, of a core 0.2 ms" in named.reason
+
+
+def test_a_source_whose_reads_are_slow_now_and_then_is_read_further_ahead() -> None:
+    scaler = Scaler(LIMITS, read_ahead=2)
+    [ahead] = told(scaler, look(seen(read_s=0.01, slow_read_s=0.5)), 4)
+    assert ahead == ReadAhead(source="photos", steps=7, reason="its slow reads take 0.5 s, usual ones 0.01 s")
+    [less] = told(scaler, look(seen(read_s=0.01, slow_read_s=0.011)), 4)
+    assert isinstance(less, ReadAhead)
+    assert less.steps == 2
+
+
+def test_nothing_is_decided_while_nobody_takes_a_step() -> None:
+    assert told(Scaler(LIMITS), look(seen(lanes=1.0), taken=0, waited_s=0.0), 9) == []
+
+
+def test_limits_that_cannot_be_are_told_together() -> None:
+    with pytest.raises(ValueError, match="cores: wanted at least 1, found 0; interval_s: wanted a number above 0, found 0"):
+        Limits(cores=0, interval_s=0)
