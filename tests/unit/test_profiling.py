@@ -187,18 +187,23 @@ def test_a_profile_that_cannot_be_kept_costs_a_warning(corpus: Path, caplog: pyt
 # the quick look
 
 
-def refuse(columns: dict[str, Any]) -> list[bool]:
-    raise AssertionError("code of the user's must not run at launch")
+CALLS: list[int] = []
+
+
+def watched(columns: dict[str, Any]) -> list[bool]:
+    CALLS.append(len(columns["text"]))
+    return [True] * len(columns["text"])
 
 
 def test_launch_looks_at_sources_that_may_be_heavy_and_runs_no_code_of_the_users(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "ALL_S", 20.0)  # a machine that is busy with other things
     monkeypatch.setattr(profiles, "QUICK", Bounds(rows=64, seconds=20.0, memory=False))
     seen = ov.Source.from_dataset("held", Rows(rows(20)), transforms=[text(corpus)])
-    code = source(corpus, "code", ov.Filter(refuse), text(corpus))
+    code = source(corpus, "code", ov.Filter(watched), text(corpus))
     with blueprint(job(source(corpus, "text", text(corpus)), source(corpus, "ids"), code, seen)) as ready:
         found = profiles.quick(ready, loads_of(ready), JobProfile())
         assert list(found.sources) == ["text"]
+        assert CALLS == [], "code of the user's does not run at launch"
         probed = found.sources["text"]
         assert 0 < probed.samples <= 64
         assert probed.tokens == 20
