@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from overlord.runtime.hosting import SourceLoad, plan_hosts
 from overlord.scaling.levels import clusters_of
-from overlord.scaling.partition import Limits, Partition, Resources, partition
+from overlord.scaling.partition import HOST_BYTES, Limits, Partition, Resources, partition
 from tests.laws import examples
 
 MB = 2**20
@@ -99,7 +99,9 @@ def test_the_predicted_rate_is_what_its_parts_allow(question: Question) -> None:
         for host, k in on.items():
             hosts[host] += s.cost * k / n
     assert all(rate * busy <= made.hosting.threads * (1 + 1e-6) for busy in hosts.values())
-    assert made.memory >= sum(s.memory for s in loads)
+    # A host holds its own file state of every source it has a loader of.
+    again = sum(s.state * (len(on) - 1) for s, on in zip(loads, on_hosts(made), strict=True))
+    assert made.memory == made.hosting.n_hosts * HOST_BYTES + sum(s.memory for s in loads) + again
 
 
 @given(questions(), st.sampled_from(("cores", "memory", "both")), st.integers(1, 60))

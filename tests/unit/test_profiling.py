@@ -76,7 +76,7 @@ def blueprint(made: ov.Job, **options: Any) -> Iterator[Blueprint]:
 
 def measured(made: ov.Job, **bounds: Any) -> list[SourceProfile]:
     with blueprint(made) as ready:
-        return [measure(ready.kit(i), Bounds(**bounds)) for i in range(len(made.sources))]
+        return [measure(ready.kit(i), Bounds(**{"seconds": 60.0, **bounds})) for i in range(len(made.sources))]
 
 
 # measuring
@@ -187,17 +187,23 @@ def test_a_profile_that_cannot_be_kept_costs_a_warning(corpus: Path, caplog: pyt
 # the quick look
 
 
-def refuse(columns: dict[str, Any]) -> list[bool]:
-    raise AssertionError("code of the user's must not run at launch")
+CALLS: list[int] = []
+
+
+def watched(columns: dict[str, Any]) -> list[bool]:
+    CALLS.append(len(columns["text"]))
+    return [True] * len(columns["text"])
 
 
 def test_launch_looks_at_sources_that_may_be_heavy_and_runs_no_code_of_the_users(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "ALL_S", 20.0)  # a machine that is busy with other things
+    monkeypatch.setattr(profiles, "QUICK", Bounds(rows=64, seconds=20.0, memory=False))
     seen = ov.Source.from_dataset("held", Rows(rows(20)), transforms=[text(corpus)])
-    code = source(corpus, "code", ov.Filter(refuse), text(corpus))
+    code = source(corpus, "code", ov.Filter(watched), text(corpus))
     with blueprint(job(source(corpus, "text", text(corpus)), source(corpus, "ids"), code, seen)) as ready:
         found = profiles.quick(ready, loads_of(ready), JobProfile())
         assert list(found.sources) == ["text"]
+        assert CALLS == [], "code of the user's does not run at launch"
         probed = found.sources["text"]
         assert 0 < probed.samples <= 64
         assert probed.tokens == 20
@@ -307,7 +313,9 @@ def job_yaml(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_profile_prints_a_table_distributions_and_the_share_of_file_state(job_yaml: Path, tmp_path: Path) -> None:
-    result = overlord("profile", job_yaml, "--rows", "100", "--svg", tmp_path / "p.svg", "--html", tmp_path / "p.html", "--save")
+    result = overlord(
+        "profile", job_yaml, "--rows", "100", "--seconds", "60", "--svg", tmp_path / "p.svg", "--html", tmp_path / "p.html", "--save"
+    )
     assert result.exit_code == 0, result.output
     said = " ".join(result.stdout.split())
     assert {line.split()[0] for line in result.stdout.splitlines()[1:3]} == {"web", "text"}
@@ -321,7 +329,7 @@ def test_profile_prints_a_table_distributions_and_the_share_of_file_state(job_ya
 
 
 def test_a_journal_in_which_only_a_profile_is_begins_without_a_word(job_yaml: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert overlord("profile", job_yaml, "--rows", "20", "--save").exit_code == 0
+    assert overlord("profile", job_yaml, "--rows", "20", "--seconds", "60", "--save").exit_code == 0
     with caplog.at_level(logging.WARNING, "overlord"), ov.launch(ov.Job.from_yaml(job_yaml)) as session:
         assert len(list(session.client(0))) == 6
     assert caplog.text == ""
@@ -332,7 +340,7 @@ def test_profile_tells_which_sources_cannot_be_measured(job_yaml: Path, corpus: 
     write_rows(corpus / "odd", "jsonl", [{"tokens": "no"}] * 3)
     bad["sources"].append({"name": "odd", "uri": str(corpus / "odd" / "*.jsonl"), "transforms": [{"tokens": {"column": "tokens"}}]})
     job_yaml.write_text(yaml.safe_dump(bad))
-    result = overlord("profile", job_yaml, "--rows", "50")
+    result = overlord("profile", job_yaml, "--rows", "50", "--seconds", "60")
     assert result.exit_code == 1
     assert "1 of 3 sources could not be measured" in result.stderr
     assert "source 'odd': no sample came within 50 rows" in result.stderr

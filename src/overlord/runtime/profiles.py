@@ -190,6 +190,8 @@ class Refresher:
         sums: dict[str, dict[str, float]] = {}
         for row in rows:
             now = {n: float(row.get(n, 0)) for n in ("samples", "tokens", "read_s", "transform_s")}
+            if not now["samples"]:  # nothing yet, or its host does not answer
+                continue
             before = self._before.get((row["source"], row["loader"]), {})
             if now["samples"] < before.get("samples", 0.0):  # it was started again, and counts from nothing
                 before = {}

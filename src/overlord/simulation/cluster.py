@@ -35,7 +35,8 @@ class Cluster:
         self.net = Net(self.world)
         self.history = History()
         job = scenario.job()
-        self.blueprint = Blueprint(job, Options.of(scenario.options))
+        # By the index alone: a seed of the past must go on meaning what it meant, however partitions are improved.
+        self.blueprint = Blueprint(job, Options.of({"partition": "off", **scenario.options}))
         self.prefetch = self.blueprint.options.prefetch
         self.session = self.first = 0
         self.mesh, self._stop_at = scenario.mesh, STEPS  # the first step that trainers do not take, since the mesh is about to change
