@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +59,10 @@ def test_every_process_counts_once_by_its_role_and_every_byte_by_its_source(
         assert (by_source > 0) == (memory[held] > 0), what
     assert all(s["bytes"] == s["ready_bytes"] + s["kept_bytes"] + s["window_bytes"] + s["open_bytes"] for s in sources.values())
     assert all(s["bytes"] > 0 for s in sources.values())
+
+
+def test_a_planner_with_a_process_of_its_own_counts_apart(tmp_path: Path) -> None:
+    job = replace(job_of(tmp_path), journal=str(tmp_path / "journal"))
+    roles = figures(job, "process", hosts=1, constructor_hosts=1, memory="4GB")["memory"]["roles"]
+    assert set(roles) == {"session", "planner", "loaders", "constructors"}
+    assert roles["planner"] > 2**20

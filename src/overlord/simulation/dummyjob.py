@@ -56,7 +56,7 @@ def _open(pq: Any, path: str, columns: list[str] | None) -> Any:
 
 
 def connected(address: str, token: str, steps: int) -> None:
-    """A client: what it has added to its process when steps have come; then, when told to go on, tokens and bytes of so many more."""
+    """A client: what it adds to its process, without steps; then, when told to go on, tokens and bytes of so many steps."""
     import overlord as ov
     from overlord.observe.memory import pss_bytes
 
@@ -64,9 +64,9 @@ def connected(address: str, token: str, steps: int) -> None:
     gc.collect()
     before = pss_bytes()
     client = connect(address, 0, token)
-    for _ in range(2):
-        next(client)
-    _say({"bytes": pss_bytes() - before})
+    added = pss_bytes() - before
+    next(client)  # hosts have begun
+    _say({"bytes": added})
     sys.stdin.readline()
     tokens = nbytes = 0
     for _ in range(steps):

@@ -29,13 +29,14 @@ from overlord.scaling.fleet import Constants
 from overlord.simulation.dummies import Probe
 from overlord.sources.files import Files
 
-VERSION = 1  # of what is kept; raise it when anything here is measured otherwise
+VERSION = 2  # of what is kept; raise it when anything here is measured otherwise
 PROBE_ROWS = 16  # of every source that become samples
 PROBE_TRIES = 64  # pieces of work, where filters drop most rows
 SOURCES = 24  # that the dummy jobs open, at most
 STEPS, SAMPLES = 12, 64  # of the job, small
 LINKS = 48
 PINGS, MESSAGES, CHUNK, CHUNKS = 200, 1000, 2**22, 24
+ID_BYTES = 4  # of a token as it is built for other processes, at most
 WIDE_BYTES = 8 + 8 + 8 + 4  # tokens, labels, position_ids, loss_mask of the batch contract
 CHILD_S = 120.0
 TOKEN = "of a measurement of this machine"
@@ -90,7 +91,8 @@ def measured(blueprint: Blueprint, kept: Path, *, again: bool, progress: Progres
     share = weights / (weights.sum() or 1.0)
     names = {"read_s": "row_s", "sample_bytes": "sample_bytes", "sample_tokens": "tokens"}
     mean = {name: float(share @ np.array([getattr(p, of) for p in probes])) for name, of in names.items()}
-    constants = Constants.of(made | mean | {"wide_bytes": WIDE_BYTES})
+    pixels = max(0.0, made["built_bytes"] - ID_BYTES)  # per token, where there are images: a colocated loader holds them too
+    constants = Constants.of(made | mean | {"wide_bytes": WIDE_BYTES + pixels})
     found = Measured(constants=constants, probes=probes)
     kept.parent.mkdir(parents=True, exist_ok=True)
     part = kept.with_suffix(f".{os.getpid()}.part")
@@ -229,7 +231,7 @@ def _hosts(job: Job, n: int) -> dict[str, float]:
             return {
                 "client_bytes": max(0, client["bytes"]), "planner_bytes": memory["roles"]["session"],
                 "host_bytes": max(0, _resident(pids["loader-host/0"]) - held),
-                "constructor_bytes": max(0, _resident(pids["constructor-host/0"]) - memory["assembled"]),
+                "constructor_bytes": max(0, _resident(pids["constructor-host/0"]) - max(memory["slabs"], memory["assembled"])),
                 "built_bytes": took["bytes"] / max(1, took["tokens"]), "build_s": spent / max(1, took["tokens"]),
             }  # fmt: skip
 
