@@ -154,7 +154,15 @@ def run(name: str, setting: Setting, wanted: Mapping[str, int], autoscale: Any) 
     outcome, stop = Outcome(name), threading.Event()
     shares = dict.fromkeys(LIGHT, CHUNKS)
     with ov.launch(
-        setting.job(), runtime="process", hosts=1, workers=1, loaders=shares, prefetch=4, constructor_hosts=1, autoscale=autoscale
+        setting.job(),
+        runtime="process",
+        hosts=1,
+        workers=1,
+        loaders=shares,
+        prefetch=4,
+        read_ahead=8,
+        constructor_hosts=1,
+        autoscale=autoscale,
     ) as session:
         provision(session, wanted)
         client, plans = session.client(0), ""
@@ -257,7 +265,7 @@ def main(hosts: int, seconds: float, step_s: float, quick: bool, saving: bool, c
     console.print(
         f"{samples} samples a step; busy processes: light {_total(setting, LIGHT):.2f}, heavy {_total(setting, HEAVY):.2f} of {hosts}"
     )
-    limits = {"cores": hosts, "interval_s": 0.5, "patience": 2, "idle_patience": 6, "cool_down_s": 2.0, "foresight_s": 4.0}
+    limits = {"cores": hosts, "interval_s": 0.5, "patience": 2, "idle_patience": 6, "cool_down_s": 2.0, "foresight_s": 6.0}
     done: list[Outcome] = []
     with progress(console) as bar:
         task = bar.add_task("runs", total=3)

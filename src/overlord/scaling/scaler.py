@@ -28,7 +28,7 @@ class Limits:
     patience: int = 2  # looks in a row that must agree before a source gets more; 1 would follow every hiccup
     idle_patience: int = 6  # and before it gets less: a host that is missed costs more than one that idles
     cool_down_s: float = 5.0  # after a change before the same source is looked at again: its figures are of before
-    foresight_s: float = 5.0  # how far into a schedule's future is looked: about what it takes until a new host has taken over
+    foresight_s: float = 10.0  # how far into a schedule's future is looked: about what it takes until a new host has taken over
     target: float = 0.7  # of what its hosts can do; the rest is for slow moments
     high: float = 0.85  # above it a source gets more
     low: float = 0.55  # it gets less where one host less would be below this: far enough below `target` that noise does not undo it
