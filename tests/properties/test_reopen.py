@@ -228,7 +228,7 @@ def test_held_payload_is_forgotten_and_only_where_there_is_some() -> None:
     [stage, *_] = made.announce(0, 4)
     assert len(stage.kept) == 2
     forget, opened, *_ = made.reopen()
-    assert (forget, opened) == (Forget((0,)), Open(0, Cursor(0, 0, 0, 0, 1, 0), 2))
+    assert (forget, opened) == (Forget((0,)), Open(0, Cursor(0, 0, 0, 0, 1, 0), 2, 0))
     again = [c for c in made.announce(2, 8) if isinstance(c, Stage)]
     assert again[0].pops.tolist() == [4], "what was held is popped once more"
     assert again[0].doc.tolist() == [0, 1], "and numbered from the start, since nothing is held"

@@ -89,7 +89,7 @@ def test_memory_bounds_hosts_as_cores_do() -> None:
 
 
 def test_a_source_that_waits_for_its_storage_gets_no_hosts_and_is_named() -> None:
-    slow = look(seen(lanes=0.1, took_s=1.0, waited_for=True), waited_s=0.5)
+    slow = look(seen(lanes=0.1, took_s=1.0, waited_for=True, most=1), waited_s=0.5)
     [named] = told(Scaler(LIMITS), slow, 6)
     assert isinstance(named, CannotKeepUp)
     assert (named.what, named.wanted) == ("loaders", 2)

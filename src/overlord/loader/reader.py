@@ -64,7 +64,8 @@ class ReaderStats:
 
     read_s: float = 0.0
     transform_s: float = 0.0
-    busy_s: float = 0.0  # of both, the time a core was busy with it: other threads of the process, and storage, may have been waited for
+    read_busy_s: float = 0.0  # of these, the time a core was busy with it: other threads of the process, and storage, may be waited for
+    transform_busy_s: float = 0.0
     rows: int = 0
     samples: int = 0
     tokens: int = 0
@@ -73,6 +74,13 @@ class ReaderStats:
     reads: deque[float] = field(default_factory=lambda: deque(maxlen=READS))  # seconds of the last ones
     image_bytes_in: int = 0  # of image files so far
     image_bytes_out: int = 0  # of the pixels made of them, here or later
+
+    @property
+    def work(self) -> tuple[float, float]:
+        """What the samples so far took, of cores and of time. Rows of a window that nobody has asked for yet do not count: with many
+        loaders and a small share of the mixture they would be most of it."""
+        asked_for = min(1.0, self.samples / self.rows) if self.rows else 0.0
+        return self.read_busy_s * asked_for + self.transform_busy_s, self.read_s * asked_for + self.transform_s
 
     @property
     def latency(self) -> tuple[float, float]:
@@ -156,7 +164,7 @@ class SourceReader:
         took = time.perf_counter() - start
         self.stats.read_s += took
         self.stats.reads.append(took)
-        self.stats.busy_s += self._busy(took, time.thread_time() - busy)
+        self.stats.read_busy_s += self._busy(took, time.thread_time() - busy)
         return WindowRead(len(window.key), over, self.stats.raw_bytes, 0 if len(window.key) else window.dropped)
 
     def _busy(self, took: float, here: float) -> float:
@@ -243,7 +251,7 @@ class SourceReader:
         self.stats.image_bytes_in += block.image_bytes_in
         self.stats.image_bytes_out += block.image_bytes_out
         self.stats.transform_s += took
-        self.stats.busy_s += self._busy(took, time.thread_time() - busy)
+        self.stats.transform_busy_s += self._busy(took, time.thread_time() - busy)
         return Evaluated(found, b - a, content.nbytes, took), content
 
     def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:

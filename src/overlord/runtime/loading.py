@@ -292,7 +292,7 @@ class Loading:
     def gauge(self) -> list[tuple[int, bool, float, float, int, float, float]]:
         """What each loader has done and how long its reads take, in short: scaling asks for it all the time."""
         stats = ((number, h.shadow, h.reader.stats) for number, h in self.hosted.items())
-        return [(number, shadow, s.busy_s, s.read_s + s.transform_s, s.samples, *s.latency) for number, shadow, s in stats]
+        return [(number, shadow, *s.work, s.samples, *s.latency) for number, shadow, s in stats]
 
     def figures(self) -> list[dict[str, Any]]:
         """What each loader does and has cost, as plain values."""

@@ -49,7 +49,7 @@ from overlord.runtime.partitioning import hosting_of
 from overlord.runtime.recovering import START_S
 from overlord.runtime.scaling import Scaling
 from overlord.runtime.sendable import sendable
-from overlord.runtime.starting import Recipes, Starter, n_constructors, read_ahead_of, settings_of
+from overlord.runtime.starting import Recipes, Starter, n_constructors, read_ahead_of, scales, settings_of
 
 log = logging.getLogger("overlord")
 
@@ -72,7 +72,7 @@ class ProcessHost(Scaling):
         super().__init__(check=blueprint.options.check)
         self._machine = machine or Machine()  # time and threads come from it alone: simulations have another
         self.hosting = hosting_of(blueprint) if starter is None else starter.hosting
-        blueprint = self.blueprint = blueprint.with_loaders(self.hosting.loaders, read_ahead_of(self.hosting))
+        blueprint = self.blueprint = blueprint.with_loaders(self.hosting.loaders, read_ahead_of(self.hosting, scales(blueprint)))
         self.planner = blueprint.planner(state)
         self.fails_over = blueprint.options.failover and blueprint.options.constructors
         self._control, self._pump, self._number = control, pump, generation

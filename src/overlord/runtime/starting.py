@@ -41,9 +41,9 @@ def n_constructors(blueprint: Blueprint) -> int:
     return blueprint.options.constructor_hosts or min(buckets, max(1, n_cores() // CORES_PER_CONSTRUCTOR))
 
 
-def read_ahead_of(hosting: Hosting) -> int:
-    """Steps' worth of samples beyond the draw."""
-    return SIDE_BY_SIDE if hosting.n_hosts > 1 else READ_AHEAD
+def read_ahead_of(hosting: Hosting, scaled: bool = False) -> int:
+    """Steps' worth of samples beyond the draw. ``scaled``: there may be more hosts soon."""
+    return SIDE_BY_SIDE if hosting.n_hosts > 1 or scaled else READ_AHEAD
 
 
 def lanes_of(options: Options, hosting: Hosting) -> int:

@@ -28,7 +28,7 @@ class Limits:
     patience: int = 2  # looks in a row that must agree before a source gets more; 1 would follow every hiccup
     idle_patience: int = 6  # and before it gets less: a host that is missed costs more than one that idles
     cool_down_s: float = 5.0  # after a change before the same source is looked at again: its figures are of before
-    foresight_s: float = 5.0  # how far into a schedule's future is looked: about what it takes until a new host has taken over
+    foresight_s: float = 10.0  # how far into a schedule's future is looked: about what it takes until a new host has taken over
     target: float = 0.7  # of what its hosts can do; the rest is for slow moments
     high: float = 0.85  # above it a source gets more
     low: float = 0.55  # it gets less where one host less would be below this: far enough below `target` that noise does not undo it
@@ -122,7 +122,7 @@ Decision = Scale | CannotKeepUp | ReadAhead
 class _Known:
     """What is remembered of a source."""
 
-    looks: deque[SourceSeen]
+    looks: deque[tuple[SourceSeen, float]]  # with the steps planned meanwhile; as many as pace is seen by
     share: float = 0.0  # moving average
     cost_s: float = 0.0  # of a sample; 0: none was ever read
     took_s: float = 0.0  # and what it takes with all that is waited for
@@ -163,17 +163,15 @@ class Scaler:
     def __init__(self, limits: Limits, read_ahead: int = 2):
         self.limits, self._read_ahead = limits, read_ahead
         self._known: dict[str, _Known] = {}
-        self._looks: deque[Observed] = deque(maxlen=limits.window)
         self._paces: deque[Observed] = deque(maxlen=4 * limits.window)  # waits are told when they are over, and may be long
         self.pace = 0.0  # steps a second that trainers would take if they never waited; 0: not known yet
         self.waited = 0.0  # share of their time that they do
         self.rate = 0.0  # steps a second that they do take
 
     def handle(self, observed: Observed, now: float) -> list[Decision]:
-        self._looks.append(observed)
         self._paces.append(observed)
         for seen in observed.sources:
-            self._learn(seen)
+            self._learn(seen, observed.planned)
         self._see_pace()
         if not self.pace:
             return []  # nobody has taken a step lately
@@ -191,15 +189,15 @@ class Scaler:
 
     # what is seen
 
-    def _learn(self, seen: SourceSeen) -> None:
+    def _learn(self, seen: SourceSeen, planned: float) -> None:
         known = self._known.get(seen.name)
         if known is None:
-            known = self._known[seen.name] = _Known(deque(maxlen=self.limits.window), seen.share)
-        known.looks.append(seen)
+            known = self._known[seen.name] = _Known(deque(maxlen=self._paces.maxlen), seen.share)
+        known.looks.append((seen, planned))
         known.share += (seen.share - known.share) * 2 / (1 + self.limits.window)
-        if read := math.fsum(s.read for s in known.looks):
-            known.cost_s = math.fsum(s.busy_s for s in known.looks) / read
-            known.took_s = math.fsum(s.took_s for s in known.looks) / read
+        if read := math.fsum(s.read for s, _ in known.looks):
+            known.cost_s = math.fsum(s.busy_s for s, _ in known.looks) / read
+            known.took_s = math.fsum(s.took_s for s, _ in known.looks) / read
         known.waited_for = known.waited_for + 1 if seen.waited_for else 0
 
     def _see_pace(self) -> None:
@@ -213,8 +211,8 @@ class Scaler:
     # what is needed
 
     def _needs(self, observed: Observed) -> dict[str, _Need]:
-        planned = math.fsum(o.planned for o in self._looks)
-        drawn = math.fsum(s.drawn for o in self._looks for s in o.sources)
+        planned = math.fsum(o.planned for o in self._paces)
+        drawn = math.fsum(s.drawn for o in self._paces for s in o.sources)
         per_step = drawn / planned if planned else 0.0
         now = {s.name: self.pace * self._samples(s, s.share, per_step) * self._known[s.name].cost_s for s in observed.sources}
         later = {s.name: self.pace * self._samples(s, s.ahead, per_step) * self._known[s.name].cost_s for s in observed.sources}
@@ -233,11 +231,9 @@ class Scaler:
 
     def _samples(self, seen: SourceSeen, share: float, per_step: float) -> float:
         """Of a step. Weights of batches in tokens are shares of tokens: there what was drawn says how many samples that is."""
-        known, planned = self._known[seen.name], math.fsum(o.planned for o in self._looks)
-        drawn = math.fsum(s.drawn for s in known.looks)
-        if drawn and planned and known.share > 0:
-            return drawn / planned * share / known.share
-        return per_step * share
+        looks = self._known[seen.name].looks
+        drawn, meant = math.fsum(s.drawn for s, _ in looks), math.fsum(s.share * planned for s, planned in looks)
+        return drawn * share / meant if drawn and meant else per_step * share
 
     def _count(self, observed: Observed, needs: dict[str, _Need]) -> None:
         for s in observed.sources:
@@ -290,7 +286,8 @@ class Scaler:
         known = self._known[seen.name]
         if known.waited_for < self.limits.idle_patience or not self._waits_for_storage(seen, need) or not known.cost_s:
             return False
-        return self._is_news(seen.name, math.ceil(need.most / known.cost_s * known.took_s))
+        wanted = math.ceil(need.most / known.cost_s * known.took_s)
+        return wanted > seen.most and self._is_news(seen.name, wanted)
 
     def _slow_storage(self, seen: SourceSeen, need: _Need) -> CannotKeepUp:
         known = self._known[seen.name]
