@@ -92,7 +92,7 @@ def test_a_planner_that_is_killed_at_every_write_leaves_the_stream_as_it_is(
     """All in one run: whoever comes in the place of a planner is killed at the next write, or at the same one in another moment of it."""
     dying, found = Dying(tmp_path / "deaths"), list[Any]()
     made = job(corpus, str(tmp_path / "journal"), mixture=dying)
-    train(made, found.append, runtime=PARTS, max_restarts=1000, constructor_hosts=1, sources_per_host=2)
+    train(made, found.append, runtime="process", max_restarts=1000, constructor_hosts=1, sources_per_host=2)
     assert steps(found) == undisturbed
     tried = dying.tried()
     assert {number for number, how in tried if how != "whole"} == set(range(tried[-1][0] + 1))

@@ -253,7 +253,8 @@ def test_ranks_go_back_to_a_state_together_also_to_one_before_a_source_joined(un
         clients = [session.client(rank) for rank in range(2)]
         for client in clients:
             client.load_state_dict(before)
-        assert not set(old.values()) & set(hosts_of(session).values()), "new cores, in new processes"
+        if PARTS != "ray":  # there processes wait for the next of their name
+            assert not set(old.values()) & set(hosts_of(session).values()), "new cores, in new processes"
         again = play(session)
         assert again.steps == undisturbed.behind(2)
         session.load_state_dict(before)

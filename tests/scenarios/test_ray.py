@@ -170,7 +170,7 @@ NODES = """
     os.environ.update(
         RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0",
         RAY_health_check_initial_delay_ms="500", RAY_health_check_period_ms="500", RAY_health_check_timeout_ms="1000",
-        RAY_health_check_failure_threshold="3",
+        RAY_health_check_failure_threshold="3", RAY_gcs_storage="rocksdb", RAY_gcs_storage_path=os.path.abspath("gcs"),
     )
     import overlord as ov
     from overlord.runtime import ray_cluster, ray_head, ray_jobs
@@ -223,7 +223,7 @@ NODES = """
         cluster.shutdown()
 
     def lose_the_head(cluster, calm):
-        ray_head.PATIENCE_S, got = 2.0, {0: [], 1: []}
+        got = {0: [], 1: []}
         session = launch(job(until=40, journal="journal"), "ray", address=cluster.address, hosts=1, sources_per_host=3)
         clients, pids = [session.client(rank) for rank in range(2)], hosts_of(session)
 
@@ -232,9 +232,15 @@ NODES = """
                 for rank, client in enumerate(clients):
                     got[rank].append(written(next(client)))
 
-        take(10)
+        take(5)
         cluster.head_node.kill_gcs_server()
+        os.kill(pids["loader-host/0"], 9)
+        cluster.head_node.start_gcs_server()  # it finds its state on its disk
         take(10)
+        print([r["part"] for r in session.metrics()["recoveries"]], flush=True)
+        pids, ray_head.PATIENCE_S = hosts_of(session), 2.0
+        cluster.head_node.kill_gcs_server()
+        take(5)
         print(got == {rank: steps[:20] for rank, steps in calm.steps.items()}, flush=True)
         os.kill(pids["loader-host/0"], 9)
         try:
@@ -276,6 +282,7 @@ def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the
         assert there.line() == "[]"
         for client in clients:
             client.close()
+        assert there.line() == "['loader-host/0']", "started when the head was there again"
         assert there.line() == "True", "a job goes on without the cluster's head"
         said = there.line()
         assert said.startswith("loader-host/0 is lost: "), "until it needs it"

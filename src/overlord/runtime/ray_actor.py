@@ -50,7 +50,6 @@ class Body:
     def live(self, home: Home, interface: str, code: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]) -> int | None:
         """Until it is asked to leave (None), or leaves by itself: with this exit code. ``code``: factory and arguments, as they came."""
         _take_over(home, interface)
-        factory, args = code()
         hello = {"name": home.name, "ticket": home.ticket, "pid": os.getpid(), "machine": this_machine()}
         link, _ = dial(home.address, home.token, hello, timeout_s=DIAL_S)
         link.max_held = 0  # messages are kept for long: copied
@@ -58,7 +57,7 @@ class Body:
         line = Line(link)
         performer = Performer(home.name, line.reply)
         try:
-            if performer.build(lambda: factory(*args)):
+            if performer.build(lambda: _made(*code())):  # it has said who it is: what stands still or fails from here on is known
                 line.serve(performer)
                 performer.close()
         except SystemExit as e:
@@ -69,6 +68,10 @@ class Body:
             line.close()
             sys.stdout.flush()
             sys.stderr.flush()
+
+
+def _made(factory: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return factory(*args)
 
 
 class Line:

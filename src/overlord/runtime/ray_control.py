@@ -80,6 +80,10 @@ class RayControl(Peers):
         """Where actors can be; none where there is no choice."""
         return CLUSTER.nodes() if CLUSTER.far else []
 
+    def pid_here(self, handle: Handle) -> int:
+        """Of an actor's process, once that is known and if it is one of this machine; else 0."""
+        return handle._record.pid if isinstance(handle._record, RayRecord) else 0
+
     def asked(self) -> dict[str, tuple[float, float]]:
         """Cores and bytes that were asked of Ray, for every actor."""
         return {r.name: (r.place.num_cpus, r.place.memory or 0.0) for r in self._living() if r.place is not None}

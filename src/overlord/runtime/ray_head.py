@@ -20,7 +20,7 @@ class Head:
 
     def __init__(self, address: str, ping: Callable[[], object], *, patience_s: float | None = None):
         self.address, self._ping = address, ping
-        self._patience_s = PATIENCE_S if patience_s is None else patience_s
+        self._patience_s = patience_s
         self._missed_since: float | None = None
 
     def answers(self) -> bool:
@@ -40,7 +40,8 @@ class Head:
             if not wanted():
                 return False
             assert self._missed_since is not None
-            if (for_s := time.monotonic() - self._missed_since) >= self._patience_s:
+            patience_s = PATIENCE_S if self._patience_s is None else self._patience_s
+            if (for_s := time.monotonic() - self._missed_since) >= patience_s:
                 raise OverlordError(
                     f"the head of the Ray cluster at {self.address} has answered nothing for {for_s:.0f} s, and without it Ray starts no "
                     "process: bring it back, or resume the job from its journal on another cluster or runtime"

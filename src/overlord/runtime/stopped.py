@@ -3,6 +3,7 @@ start may take long: sources are opened, a store may be slow. So whether they ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ class Starts:
 
     def __init__(self, control: Control, lost_after_s: float):
         self._control, self._lost_after_s = control, lost_after_s
+        self._pid_here: Callable[[Handle], int] | None = getattr(control, "pid_here", None)  # where they are known later, or elsewhere
         self._there: dict[Handle, Future[Any]] = {}
         self._ticks: dict[Handle, int] = {}
         self._given_up: dict[str, str] = {}
 
     def watch(self, handle: Handle) -> None:
         """From any thread. Of processes of others nothing can be seen."""
-        if handle.pid is not None:
+        if handle.pid is not None or self._pid_here is not None:
             self._there[handle] = self._control.call(handle, "beat")  # answered when it is there
 
     def look(self) -> list[Handle]:
@@ -41,7 +43,8 @@ class Starts:
                 del self._there[handle]
                 self._ticks.pop(handle, None)
                 continue
-            self._ticks[handle] = self._ticks.get(handle, 0) + 1 if is_stopped(handle.pid or 0) else 0
+            pid = handle.pid or 0 if self._pid_here is None else self._pid_here(handle)
+            self._ticks[handle] = self._ticks.get(handle, 0) + 1 if pid and is_stopped(pid) else 0
             if self._ticks[handle] > TICKS:
                 self._given_up[handle.name] = f"it was stopped for {self._lost_after_s:g} s while it was being started"
                 found.append(handle)
