@@ -14,7 +14,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -28,6 +27,7 @@ from overlord.runtime.machine import NODE
 from overlord.runtime.options import n_cores
 from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Body, Home
+from overlord.runtime.ray_folder import new_folder
 from overlord.runtime.ray_head import Head
 
 try:
@@ -48,8 +48,6 @@ DIED = "its process died without a word: it was killed, crashed or ran out of me
 GONE = "it is gone with its node, or before Ray could say how"
 MAX_IDLE = 16  # processes that wait for an actor of their name
 STORE_BYTES = 80 * 2**20  # near the least that Ray takes: no payload passes through its store
-FOLDER = "ov-ray-"
-MAX_ROOT = 18  # letters: a socket's path has 107, and Ray puts 65 of its own behind the folder
 REACH_S = 10.0
 PING_S = 2.0  # for the head to answer
 END_S = 15.0  # for what is under way in Ray, when the last holder leaves
@@ -224,7 +222,7 @@ class Cluster:
         settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "overlord"}
         try:
             if address is None:
-                self._folder = _new_folder()
+                self._folder = new_folder()
                 self._set({"RAY_AUTH_MODE": "token"} | ({} if _has_token(named=True) else {"RAY_AUTH_TOKEN": secrets.token_hex(32)}))
                 settings |= {"num_cpus": n_cores(), "include_dashboard": False, "object_store_memory": STORE_BYTES}
                 settings |= {"_temp_dir": str(self._folder)}
@@ -392,16 +390,3 @@ def _reach(address: str) -> None:
     """Whether anyone is there: Ray would wait for as long as it waits for a head that was lost."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host, int(port)), REACH_S).close()
-
-
-def _new_folder() -> Path:
-    """A folder of its own for a cluster: nothing that another one left behind is found there. Those of programs that were killed go."""
-    root = Path(tempfile.gettempdir())
-    if len(str(root)) > MAX_ROOT:
-        root = Path("/tmp")
-    for old in root.glob(f"{FOLDER}*"):
-        pid = old.name.removeprefix(FOLDER).partition("-")[0]
-        with contextlib.suppress(OSError):
-            if pid.isdigit() and old.stat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
-                shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-", dir=root))
