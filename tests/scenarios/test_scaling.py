@@ -108,26 +108,32 @@ def test_a_planner_that_is_killed_takes_over_hosts_that_were_added(alone: Played
         assert found == alone
 
 
+HURRIED = {
+    "cores": 3, "interval_s": 0.02, "patience": 1, "idle_patience": 2, "cool_down_s": 0.05, "low": 0.05, "target": 0.06, "high": 0.07,
+}  # fmt: skip
+
+
 @pytest.mark.skipif(PARTS != "process", reason="hosts of this machine")
 def test_a_heavy_source_gets_hosts_by_itself_when_the_mixture_gives_it_more(alone: Played) -> None:
     """The scaler's own decisions, hurried: who gets what depends on how fast this machine is, the stream does not."""
-    limits = {
-        "cores": 3,
-        "interval_s": 0.02,
-        "patience": 1,
-        "idle_patience": 2,
-        "cool_down_s": 0.05,
-        "low": 0.05,
-        "target": 0.06,
-        "high": 0.07,
-    }
-    with launch(job(), autoscale=limits, **ONE) as session:
+    with launch(job(), autoscale=HURRIED, **ONE) as session:
         found = play(session, act={20: lambda s: until(lambda: s.metrics()["scaling"]["sources"])})
         told = session.metrics()["scaling"]
     assert found == alone
     assert told["most_hosts"] == 3
     assert set(told["sources"]) == {"light", "heavy"}
     assert all(d["words"] for d in told["decisions"])
+
+
+@pytest.mark.skipif(PARTS != "process", reason="hosts of this machine")
+def test_no_host_is_added_for_which_there_is_no_memory(alone: Played) -> None:
+    with launch(job(), autoscale={**HURRIED, "memory_bytes": 2**20}, **ONE) as session:
+        found = play(session, act={20: lambda s: until(lambda: s.metrics()["scaling"]["host_bytes"])})
+        told = session.metrics()["scaling"]
+    assert found == alone
+    assert told["hosts"] == 1
+    assert told["host_bytes"] > 2**20
+    assert not [d for d in told["decisions"] if d["what"] == "Scale"]
 
 
 def test_a_source_that_has_one_loader_cannot_be_spread() -> None:

@@ -211,6 +211,10 @@ class LoaderHost(HostActor):
         self._pump.post(lambda: answer.set_result(self._loading.gauge()))
         return answer
 
+    def weighs(self) -> int:
+        """Bytes that this process holds, for scaling within a bound. Not in the pump: the system counts pages for it."""
+        return pss_bytes()
+
     def _after_turn(self) -> float | None:
         if self._awaited:
             over = [(loaders, answer) for loaders, answer in self._awaited if self._loading.full(loaders)]

@@ -34,6 +34,7 @@ class Scaling(Spreading):
         self._decided: deque[tuple[float, int, Decision]] = deque(maxlen=KEPT_DECISIONS)  # when, behind which step, what
         self._gauges: dict[str, Any] = {}  # answers of this look, by host
         self._asked_hosts = self._looking = 0
+        self._weights: dict[str, int] = {}  # bytes that loader hosts hold, where that is bounded
         self._last: dict[tuple[int, int], Row] = {}  # by host and loader, of the look before
         self._before: tuple[float, int, int, float, np.ndarray] | None = None  # time, planned, taken, waited, drawn
         self._stop_looking: Callable[[], None] = lambda: None
@@ -66,6 +67,13 @@ class Scaling(Spreading):
         for remote in remotes:
             name = remote.handle.name
             remote.call(self._control, "gauge").add_done_callback(lambda f, name=name: self._told_gauge(name, f))  # type: ignore[misc]
+            if name.startswith("loader") and self._scaler is not None and self._scaler.limits.memory_bytes is not None:
+                remote.call(self._control, "weighs").add_done_callback(lambda f, name=name: self._told_weight(name, f))  # type: ignore[misc]
+
+    def _told_weight(self, name: str, future: Future[Any]) -> None:
+        if future.exception() is None:
+            nbytes = int(future.result())
+            self._pump.post(lambda: self._weights.update({name: nbytes}))
 
     def _told_gauge(self, name: str, future: Future[Any]) -> None:
         answer = future.result() if future.exception() is None else None
@@ -92,10 +100,12 @@ class Scaling(Spreading):
         if was is None or now <= was[0] or len(drawn) != len(was[4]):
             return None
         hosts = [h for h in self._loaders if h in self._living()]
+        weights = [self._weights.get(self._loaders[h].handle.name, 0) for h in hosts]
         sources = self._sources_seen(rows, np.maximum(drawn - was[4], 0.0))
         return Observed(
             seconds=now - was[0], planned=max(0, self.planner.next_step - was[1]), taken=max(0, self.past.acked - was[2]),
             waited_s=max(0.0, waited - was[3]), hosts=len(hosts), sources=sources, changing=self.changing,
+            host_bytes=max(weights, default=0),
         )  # fmt: skip
 
     def _rows(self) -> dict[int, Row]:
@@ -161,7 +171,8 @@ class Scaling(Spreading):
         ]  # fmt: skip
         hosts = {name: len(self.hosts_of(i)) for i, name in enumerate(self.planner.spec.names)}
         return {
-            "hosts": len(self._living()), "most_hosts": scaler.limits.cores, "changing": self.changing, "steps_per_s": scaler.pace,
+            "hosts": len(self._living()), "host_bytes": max(self._weights.values(), default=0), "most_hosts": scaler.limits.cores,
+            "changing": self.changing, "steps_per_s": scaler.pace,
             "waited": scaler.waited, "decisions": told, "cannot_keep_up": short,
             "sources": {name: {"hosts": hosts.get(name, 0), **known} for name, known in scaler.figures().items()},
         }  # fmt: skip

@@ -296,8 +296,8 @@ class Scaler:
 
     def _free(self, observed: Observed) -> int:
         free = self.limits.cores - observed.hosts
-        if self.limits.memory_bytes is not None and observed.host_bytes:
-            free = min(free, self.limits.memory_bytes // observed.host_bytes - observed.hosts)
+        if self.limits.memory_bytes is not None:  # before anybody has looked how much a host holds, there is no room for one
+            free = min(free, self.limits.memory_bytes // observed.host_bytes - observed.hosts if observed.host_bytes else 0)
         return max(0, free)
 
     def _downs(self, observed: Observed, needs: dict[str, _Need], now: float, pressed: bool) -> list[Scale]:
