@@ -33,6 +33,8 @@ def status(address: str | None, debug: bool) -> None:
                 kept = (f"{part['cores']:g}", f"{part['memory'] / 2**20:.0f}") if part["cores"] or part["memory"] else ("", "")
                 table.add_row(f"  {part['name']}", part["node"], *kept, str(part["pid"]), part["state"])
             console.print(table)
+            for line in job.scaling:
+                console.print(f"  {line}", markup=False, soft_wrap=True)
         if not found:
             console.print("no job was submitted to this cluster, or all were stopped")
 

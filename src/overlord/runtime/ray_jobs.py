@@ -36,6 +36,7 @@ class Status:
     taken: int  # the last step that all ranks took; -1 before the first
     clients: int
     parts: tuple[dict[str, Any], ...]  # name, node, cores and memory that were asked of Ray, pid, state
+    scaling: tuple[str, ...] = ()  # what was decided lately, and who cannot keep up
 
 
 class Keeper:
@@ -83,6 +84,8 @@ class Keeper:
         }
         if session is None or self._state != "running":
             return told
+        from overlord.observe.tables import scaling_facts
+
         figures = session.metrics()
         host: Any = session._host
         asked = (host._control if hasattr(host, "_control") else host._parts.control).asked()
@@ -95,6 +98,7 @@ class Keeper:
         seats = serving.seats if serving is not None else []
         return told | {
             "steps": figures["planned_steps"], "taken": session._told, "clients": sum(seat.there for seat in seats), "parts": parts,
+            "scaling": tuple(f"{what}: {words}" for what, words in scaling_facts(figures.get("scaling", {}))),
         }  # fmt: skip
 
     def stop(self) -> None:
