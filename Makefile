@@ -23,12 +23,12 @@ types: $(VENV)/.test
 	$(BIN)/mypy
 
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 
 # The laws on examples that nobody has seen yet: make laws EXAMPLES=2000
 EXAMPLES ?= 600
 laws: $(VENV)/.test
-	OVERLORD_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 tests/properties
+	OVERLORD_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 --dist worksteal tests/properties
 
 # What is told of the process runtime, parts that are lost among it, with the parts on Ray: a quarter of an hour, since each takes a second
 # of CPU to start. A machine that others load needs OVERLORD_TEST_WAIT_S=150.

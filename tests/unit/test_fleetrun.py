@@ -111,7 +111,7 @@ def test_the_command_shows_and_writes_what_it_found(job: ov.Job, tmp_path: Path,
     (tmp_path / "job.yaml").write_text(job.to_yaml())
     done = CliRunner().invoke(cli, [
         "simulate", str(tmp_path / "job.yaml"), "--gpus", "32,64", "--cp", "2", "--json", str(tmp_path / "out.json"),
-    ])  # fmt: skip
+    ], env={"COLUMNS": "200"})  # fmt: skip
     assert done.exit_code == 0, done.output
     cells = json.loads((tmp_path / "out.json").read_text())["cells"]
     assert [(c["gpus"], c["constructors"]) for c in cells] == [(32, True), (32, False), (64, True), (64, False)]
