@@ -16,6 +16,7 @@ import pytest
 
 import overlord as ov
 from overlord.errors import ActorLost, JobError, PlanError
+from overlord.messages import Finish
 from overlord.runtime.parts import Parts
 from tests.deadly import FATAL_STEP, HaltingStrategy, HeldUp, Stuck, deadly
 from tests.processes import (
@@ -349,6 +350,57 @@ def test_events_and_reports_that_are_said_when_the_planner_dies_count_as_if_it_h
     calm = run(made, "local", act=said, **options)
     wild = run(replace(made, journal=journal), "process", act={k: with_kill(a) for k, a in said.items()}, **options, **APART)
     assert wild == calm
+
+
+def _losses(rank: int, step: int) -> dict[str, float]:
+    return {f"loss/{name}": ((step * 7 + rank * 3 + i * 5) % 11) / 4 for i, name in enumerate("abc")}
+
+
+def _take(clients: list[ov.Client], n: int) -> list[list[Any]]:
+    """Steps of all ranks in turn, each reported: what was in them, without the rest that a mesh decides."""
+    taken = []
+    for _ in range(n):
+        steps = [next(client) for client in clients]
+        for client, step in zip(clients, steps, strict=True):
+            client.report(step.step, _losses(client.rank, step.step))
+        taken.append(sorted({tuple(sample) for step in steps for mb in step for sample in mb.samples}))
+    return taken
+
+
+def test_reports_that_a_stopped_planner_has_not_heard_count_when_the_mesh_changes(journal: str) -> None:
+    made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=STEPS)
+
+    def through(session: ov.Session, meanwhile: Callable[[ov.Session], None]) -> list[list[Any]]:
+        clients = [session.client(rank) for rank in range(2)]
+        taken = _take(clients, 5)
+        until(lambda: min(len(client._inbox) for client in clients) >= 2)
+        meanwhile(session)
+        taken += _take(clients, 2)
+        assert session.reshard(ov.ClientPlaceTree(tp=2)) == 7
+        return taken + _take(clients, 16)
+
+    with (
+        launch(made, "local", prefetch=4) as here,
+        launch(replace(made, journal=journal), prefetch=4, lost_after_s=600.0, **APART) as there,
+    ):
+        calm = through(here, lambda session: None)
+        assert through(there, lambda session: halt(planner_of(session))) == calm
+
+
+def test_reports_that_no_planner_hears_any_more_are_in_the_states_that_are_saved(journal: str) -> None:
+    made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=STEPS)
+    with launch(replace(made, journal=journal), prefetch=4, max_restarts=0, **APART) as session:
+        clients = [session.client(rank) for rank in range(2)]
+        _take(clients, 5)
+        until(lambda: min(len(client._inbox) for client in clients) >= 2)
+        os.kill(planner_of(session), signal.SIGKILL)
+        until(lambda: isinstance(session._host.planner.finished, Finish))
+        _take(clients, 2)
+        state = session.state_dict()
+    assert {int(step): sorted(ranks) for step, ranks in state["reports"].items()} == {step: ["0", "1"] for step in range(1, 7)}
+    with launch(made, "local", prefetch=4) as calm, launch(made, "local", prefetch=4, resume=state) as again:
+        whole, rest = (_take([session.client(rank) for rank in range(2)], n) for session, n in ((calm, 23), (again, 16)))
+    assert rest == whole[7:]
 
 
 def test_a_source_that_joined_and_one_that_moved_are_where_they_were_after_the_planner_died(journal: str) -> None:

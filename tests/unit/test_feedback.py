@@ -16,7 +16,9 @@ import torch
 
 import overlord as ov
 from overlord.errors import JobError, OverlordError, PlanError, StateMismatch
-from overlord.messages import SetMixture, Skip
+from overlord.messages import Report, SetMixture, Skip
+from overlord.planner.events import Log
+from overlord.planner.feedback import promised
 from overlord.planner.schedulebase import learns
 from tests.worlds import Rows
 
@@ -380,6 +382,47 @@ def test_a_state_holds_no_report_of_a_step_behind_it() -> None:
         slow.report(next(slow).step, loss(1))
         assert session.state_dict()["reports"] == {"0": {"0": loss(0), "1": loss(1)}}
         assert list(fast.state_dict()["reports"]) == ["0", "1", "2"]
+
+
+def test_what_is_said_in_time_is_in_a_state_before_the_planner_has_heard_of_it() -> None:
+    with launch(job(Listener([]), feedback_lag=6), prefetch=4) as session:
+        client, held, done = session.client(0), threading.Event(), threading.Event()
+        bare = [next(client) and client._state for _ in range(3)][-1]
+        session._pump.post(lambda: (held.set(), done.wait(10)))  # type: ignore[arg-type, return-value]
+        assert held.wait(10)
+        client.report(0, loss(0))  # late for the promise: what becomes of it is the planner's word
+        client.report(1, loss(7))
+        client.report(1, loss(1))  # the last word counts
+        client.report(2, loss(2))
+        names = session.job.names
+        assert [(r.step, r.metrics) for r in session._log.completed(bare, names).reports] == [(1, loss(1)), (2, loss(2))]  # type: ignore[arg-type]
+        done.set()
+        assert session.state_dict()["reports"] == {str(s): {"0": loss(s)} for s in (1, 2)}
+
+
+def test_a_report_is_expected_until_the_planner_has_said_what_becomes_of_it() -> None:
+    with launch(job(Listener([]))) as session:
+        state = replace(session._start_state, step=4)
+    first, second, said = Report(3, 0, loss(1)), Report(3, 0, loss(2)), Log(6)
+
+    def held() -> list[Report]:
+        return list(said.completed(state, ("a", "b")).reports)
+
+    said.expect(first)
+    assert held() == [first]
+    said.expect(second)
+    said.report(first, 0)
+    said.heard(first)
+    assert held() == [second]  # the last word, though only the first was heard
+    said.heard(second)
+    assert held() == [first]  # the second came too late
+
+
+@pytest.mark.parametrize("prefetch", [1, 4])
+def test_a_report_is_promised_exactly_if_its_rank_has_not_asked_for_the_second_next_step(prefetch: int) -> None:
+    lag = prefetch + 2
+    assert [promised(Report(7, 0, {}), handed + 1, lag, prefetch) for handed in (7, 8, 9)] == [True, True, False]
+    assert promised(Report(7, 0, {}), 10, lag + 1, prefetch)
 
 
 def test_a_state_of_a_job_without_feedback_has_nothing_of_it() -> None:

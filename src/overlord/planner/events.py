@@ -89,6 +89,7 @@ class Log:
         self._lag = lag
         self._events: tuple[Event, ...] = ()
         self._reports: dict[tuple[int, int], Report] = {}
+        self._unheard: dict[tuple[int, int], Report] = {}
         self._many = 64  # reports at which old ones are let go
 
     def add(self, event: Event, first: int) -> None:
@@ -102,6 +103,16 @@ class Log:
             self._reports = {key: r for key, r in self._reports.items() if r.step >= first - self._lag}
             self._many = 64 + 2 * len(self._reports)
 
+    def expect(self, report: Report) -> None:
+        """One that is in time whenever the planner hears of it: it may be on its way for long, and a state that is saved meanwhile must
+        hold it, since trainers do not say it again."""
+        self._unheard[report.step, report.rank] = report
+
+    def heard(self, report: Report) -> None:
+        """The planner knows of it, and has said what becomes of it."""
+        if self._unheard.get((report.step, report.rank)) is report:  # else the rank has said something else since
+            del self._unheard[report.step, report.rank]
+
     def completed(self, state: StreamState, names: Sequence[str], *, ahead: bool = False) -> StreamState:
         """A state of the sources of these names with all that was said since its step was planned. ``ahead``: also what was reported of
         steps behind it, for trainers that stand where they are and say nothing twice."""
@@ -111,7 +122,9 @@ class Log:
                 held.remove(e)
             elif last_step(e) >= state.step:
                 late.append(e)
-        since = {key: r for key, r in self._reports.items() if state.step - self._lag <= r.step and (ahead or r.step < state.step)}
+        unheard = dict(self._unheard)  # before those that were heard: what is in neither place now was nowhere
+        every = {**self._reports, **unheard}
+        since = {key: r for key, r in every.items() if state.step - self._lag <= r.step and (ahead or r.step < state.step)}
         reports: Iterable[Report] = state.reports
         if since:
             known: Mapping[tuple[int, int], Report] = {(r.step, r.rank): r for r in state.reports} | since

@@ -48,6 +48,12 @@ def checked(rank: int, step: Any, metrics: Any, next_step: int) -> Report:
     return Report(number, rank, {name: value for name, value in values.items() if value is not None and math.isfinite(value)})
 
 
+def promised(report: Report, next_step: int, lag: int, prefetch: int) -> bool:
+    """Whether no plan that uses it can have been made when a rank says it that was not handed ``next_step`` yet: planning is at most
+    ``prefetch`` steps ahead of that rank."""
+    return report.step + lag >= next_step + prefetch
+
+
 def _problems(name: Any, value: float | None, given: Any) -> list[str]:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
         return [f"wanted a metric name of 1 to {MAX_NAME} characters, found {name!r:.{MAX_NAME}}"]

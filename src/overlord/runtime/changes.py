@@ -12,7 +12,7 @@ from overlord.errors import DataStall, JobError, JournalError, OverlordError, Pl
 from overlord.job import Job, Source, did_you_mean
 from overlord.messages import Finish, Report, SetMixture, Skip, SourceLost
 from overlord.planner.events import Event, Log, said_of_all
-from overlord.planner.feedback import checked
+from overlord.planner.feedback import checked, promised
 from overlord.planner.schedule import plain
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from overlord.runtime.bootstrap import Blueprint
     from overlord.runtime.engines import Engine
     from overlord.runtime.local import Pump
+    from overlord.runtime.options import Options
     from overlord.runtime.serving import Serving
 
 log = logging.getLogger("overlord")
@@ -37,9 +38,11 @@ class Changes:
     _host: Engine
     _inboxes: dict[int, tuple[int, Box]]
     _lock: threading.RLock
+    _learns: bool
     _log: Log
     _lost: dict[str, SourceLost]
     _moving: threading.Lock
+    _options: Options
     _pump: Pump
     _refused: int
     _serving: Serving | None
@@ -188,19 +191,34 @@ class Changes:
                 raise OverlordError(f"the client of rank {rank} is closed")
             if rank in self._inboxes and self._inboxes[rank][1] is not inbox:
                 return  # another rank moved the session: the step belongs to what is over
-            host, warn, self._warned = self._host, not self._warned, True
+            warn, self._warned = not self._warned, True
+            self._send(report, self._is_promised(report, next_step))
             lost = len(metrics) - len(report.metrics)
             told, self._refused = self._refused, self._refused + (lost > 0)
         if lost and not told:
             log.warning("rank %d, step %d: %d reported values are infinite or no numbers and are left out", rank, report.step, lost)
         if warn:
             log.warning("reports reach no schedule: the mixture has no state and no takes_feedback = True")
-        self._pump.post(lambda: self._take_report(host, report))
 
-    def _take_report(self, host: Engine, report: Report) -> None:
+    def _send(self, report: Report, promised: bool) -> None:
+        """Under the lock: to the planner of now. One that is in time for sure is in states from here on, wherever the planner is."""
+        host, said = self._host, self._log
+        if promised:
+            said.expect(report)
+        self._pump.post(lambda: self._take_report(host, said, report))
+
+    def _is_promised(self, report: Report, next_step: int) -> bool:
+        """Under the lock. Of ranks that are served by a broadcast it is not known: another takes steps ahead of them."""
+        excused = self._serving is not None and report.rank in self._serving.excused
+        return self._learns and not excused and promised(report, next_step, self.job.feedback_lag, self._options.prefetch)
+
+    def _take_report(self, host: Engine, said: Log, report: Report) -> None:
         """In the pump. What comes too late is dropped, so it must not be in a state either."""
-        if host.report(report) and host is self._host:
-            self._log.report(report, self._slowest())
+        if used := host.report(report):
+            said.report(report, self._slowest())
+        if used is not None:
+            with self._lock:
+                said.heard(report)
 
 
 def _steps(what: str, steps: Iterable[Any]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-from overlord.errors import ActorLost, DataStall, JobError
+from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.messages import Cursor, Finish, Report, SourceLost, Stage, StreamState
 from overlord.planner.spec import NewSource, Quarantined
 from overlord.runtime.bootstrap import Blueprint
@@ -259,16 +259,19 @@ class PlannedEngine:
         else:
             self._parts.ask("event", event, done=lambda: event in self._parts.ask("said"))
 
-    def report(self, report: Report) -> bool:
-        """Kept here until a planner has it; if there will be none, it changes nothing."""
+    def report(self, report: Report) -> bool | None:
+        """Whether it came in time for a plan. Kept here until a planner has it; None: none has answered, and none will."""
         try:
             used = bool(self._parts.ask("report", report, timeout_s=REPORT_S))
             if used:
                 self._keep(report)
             return used
-        except (ActorLost, DataStall) as fault:
-            log.warning("the report of rank %d on step %d is dropped: %s", report.rank, report.step, fault)
-            return False
+        except OverlordError as fault:
+            if not self._closed and not isinstance(fault, (ActorLost, DataStall)):
+                raise
+            if not self._closed:  # else the session was moved, or is over
+                log.warning("no planner hears the report of rank %d on step %d: %s", report.rank, report.step, fault)
+            return None
 
     def _keep(self, report: Report) -> None:
         """A planner has accepted it, and may die before it is written: the next one is told of it as it begins."""

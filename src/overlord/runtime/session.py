@@ -244,10 +244,10 @@ class Session(Questions, Changes, ServingMethods, Resharding):
                 problem = f"rank {rank} loads a state of this job that is not the one to which another rank has moved the session"
                 raise StateMismatch(differ, "load the same state on every rank", problem)
             # A state that this rank saved for itself holds its own reports; that of the first rank may be a moment older.
-            for report in restored.reports:
-                if report.rank == rank and report not in self._start_state.reports:
-                    self._pump.post(lambda host=self._host, report=report: self._take_report(host, report))  # type: ignore[misc]
+            own = [report for report in restored.reports if report.rank == rank and report not in self._start_state.reports]
             with self._lock:
+                for report in own:
+                    self._send(report, promised=True)  # nothing is planned further ahead before all have taken a step
                 inbox = self._inboxes[rank][1]
                 self._inboxes[rank] = (self._generation, inbox)
             return inbox, self._start_state

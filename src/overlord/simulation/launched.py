@@ -80,7 +80,7 @@ class Launched:
     def again(self) -> Launched:
         """The same launch once more."""
         other = Launched(self.cluster, self._given, self.session, anew=self._anew)
-        other.told, other.said = self.told, self.said
+        other.told, other.said, other.log = self.told, self.said, self.log
         return other
 
     # the planner
@@ -198,6 +198,7 @@ class Launched:
     def report(self, rank: int, step: int) -> None:
         report = checked(rank, step, self.cluster.scenario.report(rank, step), step + 1)
         self.said[report.step, report.rank] = report
+        self.log.expect(report)  # trainers keep the promise of ``planner/feedback.py``
         if self.host is not None:
             self._say(report)
 
@@ -214,6 +215,7 @@ class Launched:
         def take() -> None:
             if host.planner.in_time(report):
                 self.log.report(report, 0)
+            self.log.heard(report)
             host.event(report)
 
         self.pump.post(take)
