@@ -356,14 +356,16 @@ def _losses(rank: int, step: int) -> dict[str, float]:
     return {f"loss/{name}": ((step * 7 + rank * 3 + i * 5) % 11) / 4 for i, name in enumerate("abc")}
 
 
-def _take(clients: list[ov.Client], n: int) -> list[list[Any]]:
-    """Steps of all ranks in turn, each reported: what was in them, without the rest that a mesh decides."""
+def _take(clients: list[ov.Client], n: int, *, heard: bool = True) -> list[list[Any]]:
+    """Steps of all ranks in turn, each reported: what was in them, without the rest that a mesh decides. ``heard``: by the planner."""
     taken = []
     for _ in range(n):
         steps = [next(client) for client in clients]
         for client, step in zip(clients, steps, strict=True):
             client.report(step.step, _losses(client.rank, step.step))
-        taken.append(sorted({tuple(sample) for step in steps for mb in step for sample in mb.samples}))
+        if heard:
+            clients[0].state_dict()
+        taken.append(sorted({sample[0] for step in steps for mb in step for sample in mb.samples}))
     return taken
 
 
@@ -375,7 +377,7 @@ def test_reports_that_a_stopped_planner_has_not_heard_count_when_the_mesh_change
         taken = _take(clients, 5)
         until(lambda: min(len(client._inbox) for client in clients) >= 2)
         meanwhile(session)
-        taken += _take(clients, 2)
+        taken += _take(clients, 2, heard=False)
         assert session.reshard(ov.ClientPlaceTree(tp=2)) == 7
         return taken + _take(clients, 16)
 
@@ -395,7 +397,7 @@ def test_reports_that_no_planner_hears_any_more_are_in_the_states_that_are_saved
         until(lambda: min(len(client._inbox) for client in clients) >= 2)
         os.kill(planner_of(session), signal.SIGKILL)
         until(lambda: isinstance(session._host.planner.finished, Finish))
-        _take(clients, 2)
+        _take(clients, 2, heard=False)
         state = session.state_dict()
     assert {int(step): sorted(ranks) for step, ranks in state["reports"].items()} == {step: ["0", "1"] for step in range(1, 7)}
     with launch(made, "local", prefetch=4) as calm, launch(made, "local", prefetch=4, resume=state) as again:
