@@ -146,7 +146,7 @@ class Recovering(Shadowing):
         c = int(name.rpartition("/")[2])
         if self._addresses.get(c) != address:
             return  # another is in its place already
-        remote = self._constructors[c]
+        remote = self._fresh.get(name, self._constructors[c])  # started again, it may wait for others
 
         def heard(future: Future[Any]) -> None:
             if future.exception() is None:

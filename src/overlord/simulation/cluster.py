@@ -190,11 +190,16 @@ class Cluster:
         return True
 
     def holds(self, step: int) -> bool:
-        return step >= self._stop_at
+        """Whether trainers wait before a step: for another mesh, or, before the last one, for faults that must strike in every run."""
+        return step >= self._stop_at or (step >= STEPS - 1 and self.script.owes)
 
     def call_off(self) -> None:
         """The mesh stays what it is."""
         self._stop_at = STEPS
+        self.release()
+
+    def release(self) -> None:
+        """What trainers waited with may be over."""
         for trainer in self.trainers.values():
             trainer.release()
 

@@ -23,6 +23,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "leave": ("trainer",),
     "slow trainer": ("trainer",),
 }
+LEAST = 3  # that strike in every run
 NEEDS_JOURNAL = ("planner", "job")  # roles that come back from what is written
 
 
@@ -52,7 +53,7 @@ def draw_faults(r: random.Random, steps: int, *, journal: bool) -> tuple[Fault, 
     kinds = {k: roles for k, roles in KINDS.items() if k not in DRAWN_APART}
     every = [(k, role) for k, roles in kinds.items() for role in roles if journal or role not in NEEDS_JOURNAL or k == "rewind"]
     classes = r.sample(every, r.randint(1, 5))
-    n = r.randint(3, 8)
+    n = r.randint(LEAST, 8)
     at = sorted(r.randint(-1, steps * 2 // 3) for _ in range(n))
     return tuple(_fault(r, r.choice(classes), step) for step in at)
 

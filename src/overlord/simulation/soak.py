@@ -15,11 +15,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from overlord.simulation.faults import LEAST
 from overlord.simulation.running import run_seed
 from overlord.simulation.world import Killed
 
 ROLES = ("loader", "constructor", "planner", "trainer", "job")
-LEAST = 3  # faults that strike in every run
 
 
 @dataclass(frozen=True, slots=True)

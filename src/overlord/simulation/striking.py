@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from overlord.simulation.faults import Fault
+from overlord.simulation.faults import LEAST, Fault
 from overlord.simulation.world import Process
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ class Script:
     def __init__(self, cluster: Cluster, faults: tuple[Fault, ...]):
         self._cluster, self._world, self._net = cluster, cluster.world, cluster.net
         self._left = list(faults)
+        self._least = min(LEAST, len(faults))
         self._waiting = self._lasting = 0
         self._armed: Fault | None = None
         self.look()
@@ -30,6 +31,11 @@ class Script:
     @property
     def over(self) -> bool:
         return not self._left and not self._lasting and not self._waiting
+
+    @property
+    def owes(self) -> bool:
+        """Fewer have struck than must: those that are due may wait for someone they can hit, and the job for them."""
+        return self._cluster.history.fired.total() < self._least
 
     def look(self) -> None:
         """Called when the slowest rank has moved on."""
@@ -59,8 +65,10 @@ class Script:
                 cluster.history.fired[fault.kind, fault.role] += 1
                 cluster.history.add(self._world.now, "fault", words=f"{fault.kind}, {fault.role} {fault.which}")
                 cluster.report_late()
-        elif tries and fault.kind != "leave":
-            self._world.at(AGAIN_S, lambda: self._try(fault, tries - 1), None)
+                if not self.owes:
+                    cluster.release()
+        elif fault.kind != "leave" and (tries or (fault.kind == "slow link" and self.owes)):
+            self._world.at(AGAIN_S, lambda: self._try(fault, max(0, tries - 1)), None)
         elif fault.kind != "slow link":  # all who could leave have left, perhaps: something else goes wrong instead
             cluster.call_off()
             self._try(replace(fault, kind="slow link", role="loader", seconds=0.5), TRIES)
