@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,12 @@ def job_of(case: Case) -> Any:
 
 
 def options_of(case: Case) -> dict[str, Any]:
-    """What is asked of launch; options that this version does not know are left out, and values it does not have."""
-    from overlord.runtime import later
-    from overlord.runtime.options import Options
-
-    found: dict[str, Any] = {"workers": max(2, case.workers)}
+    """What is asked of launch."""
+    found: dict[str, Any] = {"workers": max(2, case.workers), "partition": case.partition or "off"}
     if case.kind != LOCAL and case.hosts:
         found |= {"hosts": case.hosts, "sources_per_host": -(-case.n_sources // case.hosts)}
     if case.shadows:
         found["shadows"] = "all"
-    if case.partition and "partition" in {f.name for f in fields(Options)} and "partition" not in later.OPTIONS:
-        found["partition"] = case.partition
     return found
 
 

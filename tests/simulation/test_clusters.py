@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from overlord.journal import place
 from overlord.loader import reader
 from overlord.simulation.faults import KINDS
 from overlord.simulation.running import run_seed
@@ -60,6 +61,15 @@ def test_a_seed_is_the_same_on_a_machine_whose_clock_runs_otherwise(monkeypatch:
     before = run_seed(24).history.digest()
     monkeypatch.setattr(reader.time, "perf_counter", itertools.count(0.0, 0.05).__next__)
     assert run_seed(24).history.digest() == before
+
+
+def test_a_seed_is_the_same_in_a_process_of_another_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal names the process that writes it, and a write that is torn is cut somewhere."""
+    found = set()
+    for pid in (7, 4194304):
+        monkeypatch.setattr(place.os, "getpid", lambda pid=pid: pid)
+        found.add(run_seed(7074).history.digest())
+    assert len(found) == 1
 
 
 def test_seeds_draw_what_is_promised() -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from overlord.journal import log
+from overlord.journal.place import whoami
 from overlord.simulation.checker import Checker, Facts
 from overlord.simulation.cluster import Cluster
 from overlord.simulation.engine import simulate
@@ -88,6 +90,16 @@ def _without_dateutil() -> Iterator[None]:
 
 
 @contextmanager
+def _by_nobody() -> Iterator[None]:
+    """Journals name their writer, process and host. Where a write is torn depends on how long it is, and that must not depend on them."""
+    setattr(log, "whoami", lambda: "process 12345 on vm")  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(log, "whoami", whoami)  # noqa: B010
+
+
+@contextmanager
 def _without_collections() -> Iterator[None]:
     """What a run leaves behind is small, and is collected after it: not again and again in the middle of it."""
     before = gc.isenabled()
@@ -100,7 +112,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def run_scenario(scenario: Scenario) -> Verdict:
-    with _without_dateutil(), _without_collections(), remembering():
+    with _without_dateutil(), _without_collections(), _by_nobody(), remembering():
         cluster = Cluster(scenario)
         history = cluster.run()
         found = Checker(facts_of(scenario), references(scenario, history)).check(history)
