@@ -163,19 +163,18 @@ def remove_nodes(times: int) -> list[Losses]:
     with nodes() as cluster, tempfile.TemporaryDirectory() as folder:
         names = (f"node-{i}" for i in itertools.count())
         there = {name: cluster.add_node(node_name=name, num_cpus=4, object_store_memory=80 * 2**20) for name in itertools.islice(names, 2)}
-        with ov.launch(small_job(f"{folder}/journal"), runtime="ray", address=cluster.address, **APART) as session:
-            trainer = Trainer(session)
-            time.sleep(1.0)
-            for _ in range(times):
+        for k in range(times):  # a job each: hosts that came back stay where they are
+            with ov.launch(small_job(f"{folder}/journal{k}"), runtime="ray", address=cluster.address, **APART) as session:
+                trainer = Trainer(session)
+                time.sleep(1.0)
                 parts = parts_of(session)
                 hit = next(name for name, a in parts.items() if name != "planner" and a["node"] != parts["planner"].get("node"))
-                name = next(n.name for n in CLUSTER.nodes() if n.id == parts[hit]["node"])
-                node = there.pop(name)
+                node = there.pop(next(n.name for n in CLUSTER.nodes() if n.id == parts[hit]["node"]))
                 losses = Losses(found.where, hit, found.told, found.back, found.waited)
                 lose(session, trainer, losses, lambda node=node: cluster.remove_node(node, allow_graceful=False))  # type: ignore[misc]
-                name = next(names)
-                there[name] = cluster.add_node(node_name=name, num_cpus=4, object_store_memory=80 * 2**20)
-            trainer.close()
+                trainer.close()
+            name = next(names)
+            there[name] = cluster.add_node(node_name=name, num_cpus=4, object_store_memory=80 * 2**20)
     return [found]
 
 
