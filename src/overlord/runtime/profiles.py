@@ -61,7 +61,7 @@ def load(path: Path) -> JobProfile:
             raise BadProfile(f"wanted at most {LARGEST} bytes")
         return JobProfile.from_plain(json.loads(text))
     except FileNotFoundError:
-        pass
+        pass  # nothing was kept yet
     except (OSError, ValueError, RecursionError) as error:
         log.warning("profile %s is not used, and sources are measured again: %s", path, f"{error}"[:300])
     return JobProfile()

@@ -115,8 +115,8 @@ class Partition:
         if demand <= self.rate * (1 + CLOSE):
             return ""
         cores = math.ceil(demand * self.sample_s - CLOSE)
-        more = f"{cores} cores in all" if cores > self.resources.cores else "not more cores"
-        return f"{1 - self.rate / demand:.1%} of the demand are not met; it takes {more}, and what holds it back is {self.bound}"
+        more = f"it takes {cores} cores in all" if cores > self.resources.cores else "more cores would not help"
+        return f"{1 - self.rate / demand:.1%} of the demand are not met; {more}, and what holds it back is {self.bound}"
 
 
 def partition(loads: Sequence[SourceLoad], resources: Resources, limits: Limits | None = None) -> Partition:
