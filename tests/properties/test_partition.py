@@ -205,8 +205,9 @@ def test_a_demand_is_met_or_it_is_said_by_how_much_it_is_not() -> None:
     said = made.shortfall(16_000)
     assert said.startswith("75.0% of the demand are not met; it takes 16 cores in all, and what holds it back is ")
     chunks = partition([load("web", 1e-3, max_loaders=2)], Resources(cores=4), Limits(batch=512))
-    assert "more cores would not help, and what holds it back is source 'web', which has 2 loaders, as many as its open" in chunks.shortfall(
-        3000
+    assert (
+        "more cores would not help, and what holds it back is source 'web', which has 2 loaders, as many as its open"
+        in chunks.shortfall(3000)
     )
 
 

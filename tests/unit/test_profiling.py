@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,15 @@ WORDS = ["a", "few", "words", "of", "text"]
 
 def busy(row: dict[str, Any]) -> dict[str, Any]:
     sum(k * k for k in range(20_000))
+    return row
+
+
+LASTS_S = 0.002
+
+
+def lasting(row: dict[str, Any]) -> dict[str, Any]:
+    """Never less than that by the clock, however busy the machine is."""
+    time.sleep(LASTS_S)
     return row
 
 
@@ -272,7 +282,7 @@ def test_in_one_process_only_sources_that_are_worth_it_are_split(corpus: Path) -
 
 
 def test_what_loaders_measure_refreshes_what_is_kept(corpus: Path) -> None:
-    made = job(source(corpus), source(corpus, "slow", ov.Map(busy, rows=True), ov.Tokens("tokens")), until=20, journal=corpus / "j")
+    made = job(source(corpus), source(corpus, "slow", ov.Map(lasting, rows=True), ov.Tokens("tokens")), until=20, journal=corpus / "j")
     with ov.launch(made) as session:
         assert session.profile() == JobProfile(), "nothing was read yet that would tell"
         for _ in session.client(0):
@@ -282,7 +292,8 @@ def test_what_loaders_measure_refreshes_what_is_kept(corpus: Path) -> None:
     slow, web = found.sources["slow"], found.sources["web"]
     assert slow.samples >= 64
     assert slow.tokens == pytest.approx(4, abs=0.5)
-    assert slow.sample_s > 3 * web.sample_s
+    assert slow.sample_s >= LASTS_S, "by the clock, the user's function included"
+    assert web.sample_s > 0
     assert profiles.load(corpus / "j" / "profile.json") == found
     with ov.launch(made, resume="auto") as session:
         assert session.profile() == found
