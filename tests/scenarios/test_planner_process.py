@@ -356,17 +356,40 @@ def _losses(rank: int, step: int) -> dict[str, float]:
     return {f"loss/{name}": ((step * 7 + rank * 3 + i * 5) % 11) / 4 for i, name in enumerate("abc")}
 
 
-def _take(clients: list[ov.Client], n: int, *, heard: bool = True) -> list[list[Any]]:
-    """Steps of all ranks in turn, each reported: what was in them, without the rest that a mesh decides. ``heard``: by the planner."""
+def _take(clients: list[ov.Client], n: int) -> list[list[Any]]:
+    """Steps of all ranks in turn, each reported: what was in them, without the rest that a mesh decides."""
     taken = []
     for _ in range(n):
         steps = [next(client) for client in clients]
         for client, step in zip(clients, steps, strict=True):
             client.report(step.step, _losses(client.rank, step.step))
-        if heard:
-            clients[0].state_dict()
         taken.append(sorted({sample[0] for step in steps for mb in step for sample in mb.samples}))
     return taken
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["alive", "killed"])
+def test_a_report_counts_though_its_rank_takes_the_steps_that_are_here_before_the_planner_hears_of_it(journal: str, killed: bool) -> None:
+    made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=STEPS)
+
+    def through(session: ov.Session, meanwhile: Callable[[ov.Session], None]) -> tuple[list[list[Any]], dict[str, int]]:
+        clients = [session.client(rank) for rank in range(2)]
+        taken = _take(clients, 5)
+        for _ in range(3):
+            until(lambda: min(len(client._inbox) for client in clients) >= 2)
+            meanwhile(session)
+            taken += _take(clients, 6)
+        return taken, session.metrics()["feedback"]
+
+    def keep_busy(session: ov.Session) -> None:
+        if killed:
+            os.kill(planner_of(session), signal.SIGKILL)
+        session._pump.post(lambda: time.sleep(0.3))  # by whose way reports go
+
+    with launch(made, "local", prefetch=4) as here, launch(replace(made, journal=journal), prefetch=4, **APART) as there:
+        calm, _ = through(here, lambda session: None)
+        wild, became = through(there, keep_busy)
+    assert wild == calm
+    assert became["late"] == 0
 
 
 def test_reports_that_a_stopped_planner_has_not_heard_count_when_the_mesh_changes(journal: str) -> None:
@@ -377,7 +400,7 @@ def test_reports_that_a_stopped_planner_has_not_heard_count_when_the_mesh_change
         taken = _take(clients, 5)
         until(lambda: min(len(client._inbox) for client in clients) >= 2)
         meanwhile(session)
-        taken += _take(clients, 2, heard=False)
+        taken += _take(clients, 2)
         assert session.reshard(ov.ClientPlaceTree(tp=2)) == 7
         return taken + _take(clients, 16)
 
@@ -397,7 +420,7 @@ def test_reports_that_no_planner_hears_any_more_are_in_the_states_that_are_saved
         until(lambda: min(len(client._inbox) for client in clients) >= 2)
         os.kill(planner_of(session), signal.SIGKILL)
         until(lambda: isinstance(session._host.planner.finished, Finish))
-        _take(clients, 2, heard=False)
+        _take(clients, 2)
         state = session.state_dict()
     assert {int(step): sorted(ranks) for step, ranks in state["reports"].items()} == {step: ["0", "1"] for step in range(1, 7)}
     with launch(made, "local", prefetch=4) as calm, launch(made, "local", prefetch=4, resume=state) as again:

@@ -29,6 +29,7 @@ from overlord.runtime.delivery import Outbox
 from overlord.runtime.gathering import Gathering
 from overlord.runtime.journalling import Journal
 from overlord.runtime.loaderhost import LoaderHost
+from overlord.runtime.process import ProcessHost
 from overlord.simulation.running import Verdict, run_seed
 from overlord.simulation.scenario import Scenario, draw
 
@@ -305,6 +306,13 @@ MUTANTS = (
         "a report that comes too late is used when its step is planned again",
         ((Mixture, "report", _ignore_floor),),
         15,
+        _learns,
+    ),
+    Mutant(
+        "count a step before its reports",
+        "a step counts as taken though what was reported before is still on its way to the planner",
+        ((plannerhost.PlannerHost, "_count", lambda old: ProcessHost._count),),
+        0,
         _learns,
     ),
     Mutant(

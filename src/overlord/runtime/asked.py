@@ -74,6 +74,9 @@ class Asked(Written):
     def _constructor(self, rank: int) -> Remote:
         raise NotImplementedError
 
+    def _count(self, taken: list[Consumed]) -> None:
+        raise NotImplementedError
+
     def waiting_for(self, rank: int) -> str:
         remote = self._constructor(rank)
         if remote.lost:
@@ -88,7 +91,8 @@ class Asked(Written):
         busy = [words for h, r in list(self._loaders.items()) for words in self._busy(h, r, every.get(r.handle.name, {}))]
         # Constructors tell only when their slowest rank moves on; who that is must be known here.
         taken = [Consumed(rank, c["took"]) for f in every.values() for rank, c in f.get("clients", {}).items() if rank in self._attached]
-        self.run([command for consumed in taken for command in self.planner.handle(consumed)])
+        self._count(taken)
+        self.run()
         return self.planner.waiting_for() + (f" ({'; '.join(busy[:3])})" if busy else "")
 
     def _silent(self, remote: Remote, silent: Exception) -> str:

@@ -158,6 +158,8 @@ class PlannedEngine:
             case ("lost", SourceLost() as gone):
                 for told in self.on_lost:
                     told(gone)
+            case ("reports", int(mark)):
+                self._pump.post(lambda: self._all_reported(mark))
             case ("recovered", dict(row)):
                 self.recoveries.append(row)
             case ("finish", (Finish() | None) as finish):
@@ -272,6 +274,11 @@ class PlannedEngine:
             if not self._closed:  # else the session was moved, or is over
                 log.warning("no planner hears the report of rank %d on step %d: %s", report.rank, report.step, fault)
             return None
+
+    def _all_reported(self, mark: int) -> None:
+        """In the pump, behind every report that was made before the planner asked."""
+        with contextlib.suppress(OverlordError):  # the session is moved, or over: whoever asked is gone
+            self._parts.ask("all_reported", mark)
 
     def _keep(self, report: Report) -> None:
         """A planner has accepted it, and may die before it is written: the next one is told of it as it begins."""

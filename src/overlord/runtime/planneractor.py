@@ -133,7 +133,7 @@ class PlannerActor:
     def _make_host(self) -> PlannerHost:
         """The first planner starts its hosts; one that comes later takes over those that live, and goes back."""
         if not self._kit.incarnation:
-            return PlannerHost(self._kit, self._peers, self._pump, self._starter)
+            return PlannerHost(self._kit, self._peers, self._pump, self._starter, say=self._say)
         journal, found = Journal.resumed(self._where_journal, self._kit.blueprint.job.name)
         journal.start(self._pump.post)
         try:
@@ -239,6 +239,10 @@ class PlannerActor:
             return used
 
         return self._in_pump(act)
+
+    def all_reported(self, mark: int) -> Future[None]:
+        """The launching process has passed on all that it had been told when it was asked."""
+        return self._in_pump(lambda: self._host.all_reported(mark))
 
     def add_source(self, new: NewSource, h: int, fingerprint: dict[str, str], budget_bytes: int) -> Future[None]:
         """A source joins; its host was started where the job was launched, and is there."""

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from overlord.errors import ActorLost, DataStall, OverlordError
-from overlord.messages import Attach, Detach, Opening
+from overlord.messages import Attach, Consumed, Detach, Opening
+from overlord.planner.schedulebase import learns
 from overlord.recovery.past import Past
 from overlord.recovery.replay import Recovered
 from overlord.runtime.asked import Remote
@@ -69,11 +70,11 @@ def behind(found: Recovered, taken: Sequence[int | None]) -> int:
 
 class PlannerHost(ProcessHost):
     """The host of a planner elsewhere. ``found``: what the journal says, for one that comes in the place of another; ``say``: what it
-    waits for then, and whom it gave up."""
+    waits for then, whom it gave up, and that it asks for all that was reported until now (``all_reported`` answers)."""
 
     def __init__(
         self, kit: PlannerKit, peers: Peers, pump: Pump, starter: Asking, found: Recovered | None = None, machine: Machine | None = None,
-        say: Callable[..., None] = lambda *words: None,
+        *, say: Callable[..., None],
     ):  # fmt: skip
         self._say_word = say
         self._kit, self._asking, self._found, self._clock = kit, starter, found, machine or Machine()
@@ -82,12 +83,18 @@ class PlannerHost(ProcessHost):
         self._listed: tuple[Any, int, int] = (None, 0, 0)  # of which planner, and how many of its quarantined and spoiled rows were told
         self._recovered = 0
         self._had: dict[int, set[int]] = {}  # loaders of a loader host that was taken over
+        self._learns = learns(kit.blueprint.job.mixture)
+        self._unsure: list[Consumed] = []  # taken, and what was reported before that is perhaps still on its way
+        self._asked_of, self._mark = 0, kit.incarnation * PLANNERS  # how many of them it was asked for last, and how that is known
         state, blueprint = kit.state, kit.blueprint
         if found is not None:
             self._handles = {name: starter.living(name) for name in kit.living}
             self._ask_living(peers)
             if not found.empty:
-                state = found.state(behind(found, self._taken_since(peers)))
+                since = self._taken_since(peers)
+                state = found.state(behind(found, [] if self._learns else since))
+                if self._learns:
+                    self._unsure = [Consumed(r, step) for r, step in zip(kit.attached, since, strict=True) if step is not None]
                 blueprint = blueprint.first(len(found.names)).floored(found.next_step)  # type: ignore[assignment]
             starter.hosting = kit.hosting_of(len(blueprint.specs))
         super().__init__(blueprint, state, peers, pump, kit.session, machine, starter)
@@ -194,12 +201,38 @@ class PlannerHost(ProcessHost):
         for rank in sorted(every):
             self._constructor(rank).out.append(Attach(rank) if rank in self._attached else Detach(rank))
         for report in self._kit.reports:  # written with the plan that comes next, if one came
-            self.event(report)
+            if self.planner.in_time(report):  # else a plan that is written has used it
+                self.event(report)
         self.go_back(self._kit.reason)
         for h, had in self._had.items():  # some moved since, or were followed there
             follows = {loader for loader, where in self._shadows.where.items() if where == h}
             self._loaders[h].out += [("drop", loader) for loader in sorted(had - {*self._loaders_on(h)} - follows)]
         self._leave_idle(h for h in self._loaders if h >= SCALED)
+        self._ask_for_reports()
+        self.run()
+
+    # What trainers report comes by way of the launching process, what they took straight from constructor hosts. A step counts as taken
+    # when all that was reported before it is here: else a plan could be made without a report that was said in time.
+
+    def _count(self, taken: list[Consumed]) -> None:
+        if not self._learns:
+            super()._count(taken)
+        elif taken:
+            self._unsure += taken
+            self._ask_for_reports()
+
+    def _ask_for_reports(self) -> None:
+        if self._unsure and not self._asked_of:
+            self._asked_of, self._mark = len(self._unsure), self._mark + 1
+            self._say_word("reports", self._mark)
+
+    def all_reported(self, mark: int) -> None:
+        """In the pump: what was on its way when it was asked for has come."""
+        if mark != self._mark or not self._asked_of:
+            return  # asked by a planner before this one
+        sure, self._unsure, self._asked_of = self._unsure[: self._asked_of], self._unsure[self._asked_of :], 0
+        self._ask_for_reports()
+        super()._count([c for c in sure if c.rank in self._attached])
         self.run()
 
     # a source that joins

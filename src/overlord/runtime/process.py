@@ -196,7 +196,10 @@ class ProcessHost(Scaling):
     def _took(self, rank: int, step: int) -> None:
         if rank in self._attached:
             self.on_taken(rank, step)
-            self._queue.append(Consumed(rank, step))
+            self._count([Consumed(rank, step)])
+
+    def _count(self, taken: list[Consumed]) -> None:
+        self._queue.extend(taken)
 
     def _named(self, name: str) -> Remote | None:
         return next((remote for remote in self._processes() if remote.handle.name == name), None)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import secrets
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from overlord.simulation.cluster import Cluster
 
 log = logging.getLogger("overlord")
+
+Word = Callable[[ProcessHost], None]  # what the planner's host is told
 
 
 class Living(Recipes):
@@ -65,6 +69,9 @@ class Launched:
         self.family = Family(self.process)
         self.log = Log(cluster.blueprint.job.feedback_lag)
         self.said: dict[tuple[int, int], Report] = {}
+        self._accepted: dict[tuple[int, int], Report] = {}  # by a planner
+        self._mail: deque[Word] = deque()  # reports on their way to the planner, one after the other
+        self._slowness = random.Random(cluster.scenario.seed * 3266489917 + session)
         self.incarnation, self.over = -1, False
         self.blueprint, self.hosting = cluster.blueprint, hosting_of(cluster.blueprint)
         self.kits = {h: tuple(range(len(cluster.blueprint.job.sources))) for h in range(self.hosting.n_hosts)}
@@ -132,8 +139,10 @@ class Launched:
         pump.start(self.cluster.broke)
         if not self.incarnation:
             pump.post(lambda: host.attach(dict.fromkeys(self.cluster.ranks)))
-        for report in self.said.values():  # what nobody heard, or the one before was told and may not have written
-            self._say(report)
+        if self.cluster.disk is None or not self.incarnation:
+            for report in self.said.values():  # that the same launch was told before
+                self._say(report)
+        self._pass_on()
 
     def _make_host(self, reason: str) -> ProcessHost:
         cluster = self.cluster
@@ -175,9 +184,15 @@ class Launched:
             blueprint=PlannerBlueprint(blueprint), state=state, hosting=self.hosting, token=self.token, session=self.session,
             incarnation=self.incarnation, reason=reason, constructor_of=tuple(self.constructor_of), living=tuple(self.family.living()),
             kits=tuple(self.kits.items()),
-            attached=tuple(self.cluster.ranks) if self.incarnation else (),
+            attached=tuple(self.cluster.ranks) if self.incarnation else (), reports=tuple(self._accepted.values()),
         )  # fmt: skip
-        return PlannerHost(kit, self.control, self.pump, starter, found, machine=self.machine)  # type: ignore[arg-type]
+        return PlannerHost(kit, self.control, self.pump, starter, found, machine=self.machine, say=self._hears)  # type: ignore[arg-type]
+
+    def _hears(self, what: str, *words: Any) -> None:
+        """What the planner says. It asks for all that was reported by a message, which is answered behind what was reported before."""
+        if what == "reports":
+            mark: int = words[0]
+            self.world.at(0.0005, lambda: self._send(lambda host: cast(PlannerHost, host).all_reported(mark)), self.process)
 
     # what trainers ask
 
@@ -199,8 +214,29 @@ class Launched:
         report = checked(rank, step, self.cluster.scenario.report(rank, step), step + 1)
         self.said[report.step, report.rank] = report
         self.log.expect(report)  # trainers keep the promise of ``planner/feedback.py``
-        if self.host is not None:
+        if self.cluster.disk is not None:
+            self._send(lambda host: self._take(host, report))
+        elif self.host is not None:
             self._say(report)
+
+    # To a planner in another process by the pump of this one: the next word when the one before it is heard, by this planner or the next.
+
+    def _send(self, word: Word) -> None:
+        self._mail.append(word)
+        if len(self._mail) == 1:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self.host is not None and self._mail:
+            busy_s = 0.3 if self._slowness.random() < 0.05 else 0.001
+            word, host, pump = self._mail[0], self.host, self.pump
+            self.world.at(busy_s * self._slowness.random(), lambda: pump.post(lambda: self._hear(word, host)), self.process)
+
+    def _hear(self, word: Word, host: ProcessHost) -> None:
+        word(host)
+        if host is self.host and self._mail and self._mail[0] is word:
+            self._mail.popleft()
+            self._pass_on()
 
     def report_late(self, rank: int, step: int) -> None:
         """What the plan of the step this rank took last would have used: nobody may use it now, also when that step is planned again."""
@@ -211,14 +247,14 @@ class Launched:
     def _say(self, report: Report) -> None:
         host = self.host
         assert host is not None
+        self.pump.post(lambda: self._take(host, report))
 
-        def take() -> None:
-            if host.planner.in_time(report):
-                self.log.report(report, 0)
-            self.log.heard(report)
-            host.event(report)
-
-        self.pump.post(take)
+    def _take(self, host: ProcessHost, report: Report) -> None:
+        if host.planner.in_time(report):
+            self._accepted[report.step, report.rank] = report
+            self.log.report(report, 0)
+        self.log.heard(report)
+        host.event(report)
 
     def detach(self, rank: int) -> None:
         if (host := self.host) is not None:
