@@ -76,11 +76,15 @@ class ReaderStats:
     image_bytes_out: int = 0  # of the pixels made of them, here or later
 
     @property
+    def asked_for(self) -> float:
+        """The part of what was read that samples were made of. Rows of a window that nobody has asked for yet are no cost of those: with
+        many loaders and a small share of the mixture they would be most of it."""
+        return min(1.0, self.samples / self.rows) if self.rows else 0.0
+
+    @property
     def work(self) -> tuple[float, float]:
-        """What the samples so far took, of cores and of time. Rows of a window that nobody has asked for yet do not count: with many
-        loaders and a small share of the mixture they would be most of it."""
-        asked_for = min(1.0, self.samples / self.rows) if self.rows else 0.0
-        return self.read_busy_s * asked_for + self.transform_busy_s, self.read_s * asked_for + self.transform_s
+        """What the samples so far took, of cores and of time."""
+        return self.read_busy_s * self.asked_for + self.transform_busy_s, self.read_s * self.asked_for + self.transform_s
 
     @property
     def latency(self) -> tuple[float, float]:

@@ -23,9 +23,9 @@ from overlord.scaling.sharing import widened
 
 log = logging.getLogger("overlord")
 
-# What is beside loading, on one core: a constructor builds a hundred million tokens a second, a planner places some millions of
-# samples, and a sample costs about this to be handed over where nobody has measured it.
-BUILD_S, PLAN_S, TRANSFER_S = 1e-8, 2e-7, 1e-6
+# What is beside loading, on one core: a constructor builds a hundred million tokens a second, a planner with its messages takes this for
+# a sample of a step of two thousand, and a sample costs about this to be handed over where nobody has measured it.
+BUILD_S, PLAN_S, TRANSFER_S = 1e-8, 3e-6, 1e-6
 WORTH_S = 0.005  # of work in a step: below it, threads of one process gain nothing by a second loader (see INLINE_S)
 MEMORY = 0.8  # of the machine's, for loader hosts: what is predicted to need more gets fewer of them
 
