@@ -190,15 +190,20 @@ class SourceReader:
             dropped += staged.dropped
             rows.append(raw.row[kept])
             files.append(np.full(len(kept), number, np.int64))
-            ats.append(np.where(where >= 0, where + held, where))
+            ats.append(np.where(where >= 0, where + held, where) if held else where)
             tables.append(staged.table)
             held += staged.table.num_rows
         if not rows:
             empty = np.zeros(0, np.int64)
             return _Window(empty.astype(np.uint64), empty, empty, empty, [], [], dropped, None), tuple(over)
-        file, row, at = np.concatenate(files), np.concatenate(rows), np.concatenate(ats)
-        key = self.order.row_keys(command.epoch, file, row)
-        order = np.lexsort((row, file, key))
+        if len(rows) == 1:  # of one file, and in the order of its rows
+            (file,), (row,), (at,) = files, rows, ats
+            key = self.order.row_keys(command.epoch, file, row)
+            order = np.argsort(key, kind="stable")
+        else:
+            file, row, at = np.concatenate(files), np.concatenate(rows), np.concatenate(ats)
+            key = self.order.row_keys(command.epoch, file, row)
+            order = np.lexsort((row, file, key))
         if command.after is not None:
             order = order[_not_before(key[order], file[order], row[order], command.after, self.order, command.epoch)]
         return _Window(key[order], file[order], row[order], at[order], self._joined(tables), reasons, dropped, command.after), tuple(over)
@@ -220,8 +225,14 @@ class SourceReader:
     def _stage_slice(self, raw: RawSlice, ids: RowIds, reasons: list[str]) -> tuple[np.ndarray, np.ndarray, Staged]:
         """Run the slice stage. Returns the raw rows that are left (samples to be, or failures), and where each is."""
         bad = dict(raw.bad)
-        readable = np.flatnonzero(~np.isin(np.arange(len(raw.row)), list(bad))) if bad else np.arange(len(raw.row))
-        staged = self.stages.slice_stage(raw.table, RowIds(ids.epoch, ids.file, raw.row[readable]))
+        if not bad:
+            staged = self.stages.slice_stage(raw.table, ids)
+            readable = np.arange(len(raw.row))
+            if not staged.bad and len(staged.index) == len(readable):  # as it nearly always is
+                return readable, readable, staged
+        else:
+            readable = np.flatnonzero(~np.isin(np.arange(len(raw.row)), list(bad)))
+            staged = self.stages.slice_stage(raw.table, RowIds(ids.epoch, ids.file, raw.row[readable]))
         at = np.full(len(raw.row), np.iinfo(np.int64).min)
         at[readable[staged.index]] = np.arange(len(staged.index))
         for where, reason in [*bad.items(), *((int(readable[j]), why) for j, why in staged.bad)]:
@@ -276,6 +287,9 @@ class SourceReader:
         self, key: np.ndarray, file: np.ndarray, row: np.ndarray, at: np.ndarray, good: np.ndarray, index: np.ndarray,
         part: np.ndarray, meta: dict[str, Any], failed: list[tuple[int, str]], window: _Window,
     ) -> Found:  # fmt: skip
+        if len(good) == len(at) and not failed:  # as it nearly always is
+            none = good[:0]
+            return Found(key[index], file[index], row[index], part, meta, key[none], none, none, (), window.dropped)
         why = {int(j): window.reasons[-1 - int(at[j])] for j in np.flatnonzero(at < 0)}
         why.update((int(good[j]), reason) for j, reason in failed)
         bad = np.array(sorted(why), np.int64)

@@ -117,7 +117,7 @@ def sound(table: pa.Table, max_sample_bytes: int, every_column: bool = False) ->
             view.validate(full=True)
         except pa.ArrowInvalid:
             bad.update(_broken_rows(view))
-    if bad or table.nbytes > max_sample_bytes:
+    if bad or (table.get_total_buffer_size() > max_sample_bytes and table.nbytes > max_sample_bytes):
         for i in range(table.num_rows):
             if i not in bad and (size := table.slice(i, 1).nbytes) > max_sample_bytes:
                 bad[i] = too_large(size, max_sample_bytes)

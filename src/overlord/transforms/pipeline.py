@@ -67,6 +67,7 @@ class Pipeline:
             raise TransformError(source, "Meta", f"the name {twice[0]!r} is used twice", "metadata needs names of its own")
         self._twins = [(a, b) for a in names for b in names if a != b and _describes(a, b)]
         self._needs = self._between()
+        self._as_it_is: pa.Schema | None = None  # of slices that come back as they are, once one was seen
         self._encoders: dict[int, Encoder] = {i: build_encoder(t, source) for i, t in enumerate(self.transforms) if isinstance(t, Tokenize)}
         # Fixed for the source: files of other widths may share a batch with a row, and then it is held as wide as they are.
         self._id_bytes = max((e.dtype.itemsize for e in self._encoders.values()), default=4)
@@ -91,6 +92,8 @@ class Pipeline:
 
     def slice_stage(self, table: pa.Table, ids: RowIds) -> Staged:
         """Runs user code over one slice of the stream. Without user code the slice itself comes back."""
+        if self._as_it_is is not None and table.schema.equals(self._as_it_is):
+            return Staged(table, np.arange(table.num_rows), [], 0)
         frame = Frame(table)
         if self._images is not None and self._images.by_chance:
             frame.put(CHANCE, pa.array(keyed_hash(key64("images", self.seed, self.source), ids.epoch, ids.file, ids.row)))
@@ -100,6 +103,8 @@ class Pipeline:
             except Unfit as fault:
                 frame.drop_all(f"{self.transforms[position]!r}: {fault}")
         self._settle(frame)
+        if not self._cut and frame.table is table and not frame.bad:
+            self._as_it_is = table.schema
         return Staged(frame.table, frame.index, sorted(frame.bad), frame.dropped)
 
     def row_stage(self, table: pa.Table) -> Block:
