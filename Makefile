@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 export PYTHONPATH := src
 export OVERLORD_CACHE ?= $(CURDIR)/build/cache
+unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters, each of which would compile every module again
 
 .PHONY: demo test lint types unit laws ray bench soak clean
 

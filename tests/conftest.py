@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import multiprocessing
 import os
 import signal
 import sys
@@ -30,6 +31,8 @@ if importlib.util.find_spec("dateutil") is None:
     # pyarrow looks for it with every column of Python values. Where there is none, looking, through the hooks of pytest at that, would be
     # a fifth of the time of most laws.
     sys.modules["dateutil"] = None  # type: ignore[assignment]
+
+multiprocessing.set_forkserver_preload(["tests.preloaded"])
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what is followed by "&" so, and children would not hear Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -716,6 +716,7 @@ def test_a_stall_is_explained_though_the_front_door_does_not_answer(other_sessio
     client = ov.connect(served, 0, served.token, stall_warn_s=0.2, stall_limit_s=2.5, on_stall=on_stall)
     take(client, 1)
     halt(process.pid)
+    heard.clear()  # what the first step was waited for on a loaded machine
     try:
         with pytest.raises(DataStall) as stalled:
             rest(client)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from overlord.journal import log
 from overlord.journal.place import whoami
+from overlord.observe.memory import pss_bytes
+from overlord.runtime import loaderhost
 from overlord.simulation.checker import Checker, Facts
 from overlord.simulation.cluster import Cluster
 from overlord.simulation.engine import simulate
@@ -111,8 +113,18 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def _of_one_weight() -> Iterator[None]:
+    """Hosts tell what their process weighs. Here all are one, and the system would count its pages each time: with torch in it, 8 ms."""
+    setattr(loaderhost, "pss_bytes", lambda: 2**27)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(loaderhost, "pss_bytes", pss_bytes)  # noqa: B010
+
+
 def run_scenario(scenario: Scenario) -> Verdict:
-    with _without_dateutil(), _without_collections(), _by_nobody(), remembering():
+    with _without_dateutil(), _without_collections(), _by_nobody(), _of_one_weight(), remembering():
         cluster = Cluster(scenario)
         history = cluster.run()
         found = Checker(facts_of(scenario), references(scenario, history)).check(history)

@@ -20,6 +20,7 @@ from overlord.planner.strategy import vlm
 from tests import images
 from tests.torch.ranks.checks_broadcast import broadcasting_images
 from tests.torch.ranks.jobs import samples_of
+from tests.torch.ranks.meshes import sum_all
 from tests.torch.ranks.models import WIDTH, Cut, Params, Run, microbatch, parameters
 
 STEPS, TOLERANCE, VOCABULARY, MERGED = 3, 1e-10, 1000, 4
@@ -100,8 +101,8 @@ def train(client: Any, cut: Cut, *, routed: str) -> Run:
         loss = steps_loss(step, params, vit, cut, routed)
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in (params | vit).items()}
         if cut.sums is not None:
-            for name, value in (*grads.items(), ("loss", loss)):
-                dist.all_reduce(value, group=None if name in vit else cut.sums)
+            sum_all([g for n, g in grads.items() if n in vit], None)
+            sum_all([*(g for n, g in grads.items() if n not in vit), loss], cut.sums)
         done.grads.append({n: g.clone() for n, g in grads.items()})
         done.losses.append(float(loss))
         done.samples.append([str(piece.sample) for mb in step for piece in mb.samples])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,14 @@ def group_along(place: ClientPlaceTree, *axes: str) -> Any:
         lists = [np.flatnonzero(number == k).tolist() for k in np.unique(number)]
         _made[place, axes] = [(ranks, dist.new_group(ranks, backend="gloo")) for ranks in lists]
     return next(group for ranks, group in _made[place, axes] if dist.get_rank() in ranks)
+
+
+def sum_all(values: Sequence[torch.Tensor], group: Any) -> None:
+    """Each becomes its sum over the group: one collective for all of them, since each takes the ranks of a small machine their turns."""
+    flat = torch.cat([value.reshape(-1) for value in values])
+    dist.all_reduce(flat, group=group)
+    for value, part in zip(values, flat.split([value.numel() for value in values]), strict=True):
+        value.copy_(part.view_as(value))
 
 
 class _Same(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, gelu
 
 import overlord as ov
 from overlord.constructor.views import slice_index
-from tests.torch.ranks.meshes import gathered, group_along, same, summed
+from tests.torch.ranks.meshes import gathered, group_along, same, sum_all, summed
 
 VOCABULARY, WIDTH, HEADS, LAYERS, CONTEXT = 40, 8, 2, 4, 64
 COLUMNS = ("q", "k", "v", "up")  # cut by columns along tp; "out" and "down" by rows
@@ -153,9 +153,8 @@ def train(client: Any, cut: Cut, steps: int, *, seed: int = 0, rate: float = 0.1
         step = next(client)
         loss = sum((microbatch(params, cut, mb, step.global_valid_tokens) for mb in step), torch.zeros((), dtype=torch.float64))
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
-        for value in (*grads.values(), loss):
-            if cut.sums is not None:
-                dist.all_reduce(value, group=cut.sums)
+        if cut.sums is not None:
+            sum_all((*grads.values(), loss), cut.sums)
         done.grads.append({name: g.clone() for name, g in grads.items()})
         done.losses.append(float(loss))
         done.samples.append([str(piece.sample) for mb in step for piece in mb.samples])

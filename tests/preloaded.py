@@ -1,0 +1,12 @@
+"""Loaded once by the fork server of the tests, for all hosts that it starts: functions of tests are sent to them, and what their modules
+import would otherwise be imported again in each. Nothing here starts a thread."""
+
+from __future__ import annotations
+
+import importlib
+
+for name in (
+    "numpy.ma", "overlord.transforms.decode", "tests.deadly", "tests.images", "tests.properties.test_combined",
+    "tests.scenarios.test_images", "tests.scenarios.test_process", "tests.worlds",
+):  # fmt: skip
+    importlib.import_module(name)
