@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from overlord import limits
 from overlord.hooks import LOADER, of_kind
 from overlord.planner.schedulebase import Base
 from overlord.runtime.bootstrap import READ_AHEAD, Blueprint
@@ -152,14 +152,15 @@ def _guessed(blueprint: Blueprint) -> Hosting:
 
 
 def _partitioned(blueprint: Blueprint) -> Hosting:
-    made = partition_of(blueprint, memory_bytes=None if blueprint.options.address is not None else _memory())
+    made = partition_of(blueprint, memory_bytes=None if blueprint.options.address is not None else machine_memory())
     if not made.fits:
         log.warning("job %r: %s; it runs with the fewest hosts", blueprint.job.name, made.shortfall(0.0))
     return made.hosting
 
 
-def _memory() -> int:
-    return int(MEMORY * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+def machine_memory() -> int:
+    """Of this machine, or of the group that the job runs in, what loader hosts may take."""
+    return int(MEMORY * limits.memory_bytes())
 
 
 def profiled(blueprint: Blueprint, runtime: str) -> Blueprint:
