@@ -165,19 +165,31 @@ def machine_memory() -> int:
 
 def profiled(blueprint: Blueprint, runtime: str) -> Blueprint:
     """A job made ready, with what is known of its sources; in one process, where hosts do not matter, with its loaders."""
-    if blueprint.options.partition != "auto":
+    if blueprint.options.partition == "auto":
+        blueprint.profile = known(blueprint)
+        loads = loads_of(blueprint)
+        if _matters(loads, batch_samples(blueprint), blueprint.options):
+            found = quick(blueprint, loads, blueprint.profile)
+            if found != blueprint.profile:
+                save(path_of(blueprint.given, blueprint.options.cache_dir), found)
+            blueprint.profile = found
+    if runtime != "local" or (blueprint.options.partition != "auto" and not blueprint.options.autoscale):
         return blueprint
-    blueprint.profile = known(blueprint)
-    loads = loads_of(blueprint)
-    if _matters(loads, batch_samples(blueprint), blueprint.options):
-        found = quick(blueprint, loads, blueprint.profile)
-        if found != blueprint.profile:
-            save(path_of(blueprint.given, blueprint.options.cache_dir), found)
-        blueprint.profile = found
-    if runtime != "local":
-        return blueprint
-    loaders = partition_of(blueprint, cores=n_workers(blueprint.options), worth_s=WORTH_S).hosting.loaders
+    loaders = _loaders_here(blueprint)
     return blueprint if set(loaders) == {1} else blueprint.with_loaders(loaders, READ_AHEAD)
+
+
+def _loaders_here(blueprint: Blueprint) -> list[int]:
+    """Loaders of each source where all are in one process. Its threads take whatever there is to do, so scaling is that a source which may
+    become heavy has as many loaders as there are threads; a worker process for each of them would cost memory all the time, though."""
+    options, threads = blueprint.options, n_workers(blueprint.options)
+    loaders = [blueprint.loaders_of(i) for i in range(len(blueprint.job.sources))]
+    if options.partition == "auto":
+        loaders = list(partition_of(blueprint, cores=threads, worth_s=WORTH_S).hosting.loaders)
+    if not options.autoscale:
+        return loaders
+    fixed = [blueprint.kit(i).processes or name in (options.loaders or {}) for i, name in enumerate(blueprint.job.names)]
+    return [n if stays else max(n, min(load.shares, threads)) for n, stays, load in zip(loaders, fixed, loads_of(blueprint), strict=True)]
 
 
 def _matters(loads: Sequence[SourceLoad], samples: int, options: Options) -> bool:
