@@ -146,6 +146,34 @@ def test_a_source_that_has_one_loader_cannot_be_spread() -> None:
             session.scale("hevy", 2)
 
 
+@pytest.mark.skipif(PARTS != "process", reason="hosts of this machine")
+@pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
+def test_a_source_that_joined_is_scaled_as_the_others_are(journal: bool, tmp_path: Path) -> None:
+    rows = Rows([{"n": k, "tokens": [5000 + k] * (1 + k % 7)} for k in range(200)])
+    late = ov.Source("late", rows, transforms=[ov.Map(unchanged, rows=True), ov.Tokens("tokens")], epochs=None, weight=5.0)
+    made = job(mixture={"light": 5, "heavy": 5}, **({"journal": str(tmp_path / "journal")} if journal else {}))
+
+    def join(session: ov.Session) -> None:
+        session.add_source(late, at=12)
+
+    def apart(session: ov.Session) -> int:
+        return len({a["pid"] for a in session.metrics()["actors"] if a["name"].startswith("loader/late/")})
+
+    def grow(session: ov.Session) -> None:
+        """By the scaler, hurried, or by hand where it has decided otherwise."""
+        until(lambda: "late" in session.metrics()["scaling"]["sources"])
+        until(lambda: apart(session) == 2 or session.scale("late", 2))
+        until(lambda: apart(session) == 2)
+
+    with launch(job(mixture={"light": 5, "heavy": 5}), "local") as session:
+        alone = play(session, act={4: join})
+    with launch(made, autoscale={**HURRIED, "cores": 5}, **{**ONE, "hosts": 2}) as session:
+        found = play(session, act={4: join, 20: grow})
+        profile = until(lambda: session.profile().sources.get("late"))
+    assert found.steps == alone.steps
+    assert profile.samples >= 64
+
+
 # in one process
 
 

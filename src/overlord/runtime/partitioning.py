@@ -18,7 +18,7 @@ from overlord.runtime.options import Options, n_cores, n_workers
 from overlord.runtime.profiles import known, path_of, quick, save
 from overlord.runtime.starting import scales
 from overlord.scaling.partition import Limits, Partition, Resources, partition
-from overlord.scaling.profile import SourceProfile
+from overlord.scaling.profile import JobProfile, SourceProfile
 from overlord.scaling.sharing import widened
 
 log = logging.getLogger("overlord")
@@ -190,6 +190,28 @@ def _loaders_here(blueprint: Blueprint) -> list[int]:
         return loaders
     fixed = [blueprint.kit(i).processes or name in (options.loaders or {}) for i, name in enumerate(blueprint.job.names)]
     return [n if stays else max(n, min(load.shares, threads)) for n, stays, load in zip(loaders, fixed, loads_of(blueprint), strict=True)]
+
+
+def joining(blueprint: Blueprint, runtime: str) -> Blueprint:
+    """A blueprint whose last source is about to join, with what that costs, and as many loaders for it as that takes."""
+    name, made = blueprint.job.names[-1], copy.copy(blueprint)
+    others = {n: k for n, k in (blueprint.options.loaders or {}).items() if n != name}
+    made.options = options = replace(blueprint.options, loaders=others)
+    if options.partition == "auto":
+        found, have = known(made), blueprint.profile or JobProfile()
+        have = replace(found if not have.sources else have, sources={**found.sources, **have.sources})
+        made.profile, loads = have, loads_of(made)
+        if _matters(loads[-1:], batch_samples(made), options):
+            made.profile = quick(made, loads, have, only={name})
+    n = _loaders_here(made)[-1] if runtime == "local" else _loaders_apart(made)
+    made.options = replace(options, loaders={**others, name: n})
+    return made
+
+
+def _loaders_apart(blueprint: Blueprint) -> int:
+    """Of the last source, where it gets a host of its own, or more of them later."""
+    n = partition_of(blueprint).hosting.loaders[-1] if blueprint.options.partition == "auto" else 1
+    return max(n, min(loads_of(blueprint)[-1].shares, blueprint.options.hosts or n_cores())) if scales(blueprint) else n
 
 
 def _matters(loads: Sequence[SourceLoad], samples: int, options: Options) -> bool:
