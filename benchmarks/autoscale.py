@@ -12,7 +12,6 @@ one is starvation. Every run must deliver the same plans. Loader-seconds are the
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 import threading
 import time
@@ -30,6 +29,7 @@ from tokenizers import Tokenizer
 import overlord as ov
 from augment import augmented, decoded, write_jpegs, write_texts
 from overlord.hashing import digest
+from overlord.limits import cores
 from overlord.observe.svg import Line, lines, series_color
 from page import command_line, machine, markdown_table, progress, save, shown_table, wide_console
 
@@ -252,7 +252,7 @@ def plots(done: list[Outcome], setting: Setting, name: str) -> dict[str, str]:
 @click.option("--save", "saving", is_flag=True, help="Write the dated page under benchmarks/results.")
 @click.option("--corpus", type=click.Path(path_type=Path), default=None, help="Where the data is made and kept.")
 def main(hosts: int, seconds: float, step_s: float, quick: bool, saving: bool, corpus: Path | None) -> None:
-    hosts = hosts or len(os.sched_getaffinity(0))
+    hosts = hosts or cores()
     if quick:
         seconds, step_s = 12.0, 0.1
     folder, console = (corpus or Path(tempfile.gettempdir()) / "overlord-benchmark") / "autoscale-v3", wide_console()

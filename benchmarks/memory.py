@@ -29,6 +29,7 @@ from holding.case import COLOCATED, KINDS, LOCAL, PROCESS, RAY, Case, Found
 from holding.cell import run
 from holding.corpora import mixed_corpus
 from holding.slopes import Slopes, fit, guess
+from overlord import limits
 from page import Numbers, command_line, machine, markdown_table, progress, save, shown_table, wide_console
 from peers.ledger import SERVICES, adopt_orphans
 
@@ -89,7 +90,7 @@ def parallelism(sources: Sequence[int], workers: Sequence[int], kinds: Sequence[
 
 def free_mb() -> float:
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) / 1024
+    return min(int(lines["MemAvailable"].split()[0]) / 1024, limits.memory_bytes() / 2**20)
 
 
 def measure(cases: Sequence[Case], console: Console, limit_s: float) -> tuple[list[Found], dict[str, str]]:

@@ -116,6 +116,38 @@ def test_more_resources_never_give_a_worse_predicted_rate(question: Question, wh
     assert after.rate >= before.rate * (1 - 1e-6)
 
 
+@given(st.integers(2, 40), st.integers(0, 12), st.integers(1, 12), st.integers(1, 6), st.integers(1, 4))
+@examples(80)
+def test_loaders_of_a_source_share_hosts_where_memory_is_short_and_never_more_than_per_actor_allows(
+    cores: int, hosts: int, others: int, per_actor: int, more: int
+) -> None:
+    """One heavy source, light ones beside it, and memory for so many hosts."""
+    loads = [load("heavy", 100.0, 10 * MB, 64, state=MB), *(load(f"l{i}", 0.01, MB) for i in range(others))]
+    room = Resources(cores=cores, memory_bytes=(10 + others) * MB + (hosts + 1) * (HOST_BYTES + MB))
+    rates = []
+    for most in (per_actor, per_actor + more, None):
+        made = partition(loads, room, Limits(per_actor=most))
+        heavy = on_hosts(made)[0]
+        assert made.fits
+        assert made.hosting.n_hosts <= hosts + 1
+        assert most is None or max(heavy.values()) <= most
+        rates.append(made.rate)
+    assert rates == sorted(rates), "a looser limit is never worse"
+    if hosts + 1 < cores and per_actor + more > 1:
+        assert rates[1] >= partition(loads, room, Limits(per_actor=1)).rate * (1 - 1e-9)
+
+
+@given(questions(), st.integers(1, 3))
+@examples(80)
+def test_a_looser_limit_on_actors_is_never_worse(question: Question, most: int) -> None:
+    loads, resources, limits = question
+    if limits.together:
+        return  # there it bounds the loaders of a source, and other numbers are tried
+    tight, loose = (partition(loads, resources, replace(limits, per_actor=n)) for n in (most, most + 1))
+    assert loose.fits >= tight.fits
+    assert loose.rate >= tight.rate * (1 - 1e-6)
+
+
 @given(questions(), st.integers(0, 2**20))
 @examples(100)
 def test_the_order_of_sources_does_not_matter(question: Question, salt: int) -> None:
@@ -209,6 +241,84 @@ def test_a_demand_is_met_or_it_is_said_by_how_much_it_is_not() -> None:
         "more cores would not help, and what holds it back is source 'web', which has 2 loaders, as many as its open"
         in chunks.shortfall(3000)
     )
+
+
+def test_where_memory_is_short_loaders_of_a_source_share_hosts_as_many_as_per_actor_allows() -> None:
+    """Worker parallelism: a host holds the files of the source once, whoever reads them there."""
+    heavy, memory = [load("heavy", 1.0, max_loaders=8, state=20 * MB)], 3 * MB + 4 * (HOST_BYTES + 20 * MB)
+    plenty = partition(heavy, Resources(cores=8), Limits())
+    assert (plenty.hosting.loaders, plenty.hosting.n_hosts, plenty.rate) == ((8,), 8, pytest.approx(8.0))
+    little = partition(heavy, Resources(cores=8, memory_bytes=memory), Limits())
+    assert [sorted(on.values()) for on in on_hosts(little)] == [[2, 2, 2, 2]]
+    assert little.rate == pytest.approx(4 * 1.9), "a second thread is worth a bit less than a process"
+    assert little.bound == "memory: with 367 MB it would be 5% faster"
+    alone = partition(heavy, Resources(cores=8, memory_bytes=memory), Limits(per_actor=1))
+    assert (alone.hosting.loaders, alone.hosting.n_hosts, alone.rate) == ((4,), 4, pytest.approx(4.0))
+    named = partition(heavy, Resources(cores=8, memory_bytes=memory), Limits(per_actor=1, loaders={"heavy": 8}))
+    assert [sorted(on.values()) for on in on_hosts(named)] == [[2, 2, 2, 2]], "what the user said is kept as it is"
+
+
+def test_loaders_that_only_wait_for_a_slower_source_are_taken_away() -> None:
+    made = partition([load("slow", 1.0, max_loaders=1), load("quick", 1.0)], Resources(cores=3), Limits())
+    assert made.hosting.loaders == (1, 1), "a second one of 'quick' would be there for nothing"
+    assert made.rate == pytest.approx(1.0)
+    assert made.shares[1].reason == "1 loader, as many as keep up with the slowest source"
+    said = partition([load("slow", 1.0, max_loaders=1), load("quick", 1.0)], Resources(cores=3), Limits(loaders={"quick": 2}))
+    assert said.hosting.loaders == (1, 2), "not those that the user asked for"
+
+
+def test_but_not_where_the_job_would_be_slower_without_them() -> None:
+    """Halves of the light ones fit beside the heavy one; whole ones do not."""
+    loads = [load("a", 1.0), load("b", 1.0), load("c", 2.0)]
+    made = partition(loads, Resources(cores=4), Limits())
+    assert (made.hosting.loaders, made.rate) == ((2, 2, 2), pytest.approx(1.0))
+
+
+def test_nor_where_those_that_are_left_would_stand_closer_than_per_actor_allows() -> None:
+    costs = {"s0": (1.0, 49, 2), "s1": (4.0, 44, 1), "s2": (4.0, 10, 3), "s3": (0.0, 6, 2), "s4": (30.0, 27, 12), "s5": (4.0, 34, 64)}
+    loads = [load(n, c, m * MB, most, 40 * MB if n == "s2" else 2 * MB * (n in ("s0", "s3", "s5"))) for n, (c, m, most) in costs.items()]
+    loads.append(load("s6", 1.0, 15 * MB, 12))
+    limits = Limits(per_source=5, per_actor=1, sources_per_host=3, loaders={"s3": 1})
+    made = partition(loads, Resources(cores=17, memory_bytes=400 * MB), limits)
+    assert max(max(on.values()) for on in on_hosts(made)) == 1
+    assert made.rate == pytest.approx(1 / 6)
+
+
+def test_a_source_that_its_cluster_hides_gets_loaders_by_its_own_share() -> None:
+    made = partition([load("a", 2.0), load("b", 1.0)], Resources(cores=5), Limits())
+    assert (made.hosting.loaders, made.rate) == ((3, 2), pytest.approx(1.5)), "by the mean of both it would be (2, 1), and 1.0"
+
+
+def test_sources_of_a_cluster_get_the_same_number_where_that_is_better() -> None:
+    made = partition([load("a", 2.0), load("b", 7.0), load("c", 4.0)], Resources(cores=4), Limits())
+    assert (made.hosting.loaders, made.rate) == ((1, 2, 2), pytest.approx(2 / 7)), "by shares alone (1, 2, 1), and 1/4"
+
+
+def test_a_hundred_threads_of_one_host_are_worth_no_more_than_eight() -> None:
+    made = partition([load(f"s{i}", 1.0) for i in range(20)], Resources(cores=100), Limits(together=True, sources_per_host=20, per_actor=1))
+    assert made.hosting.n_hosts == 20
+    one = partition([load("a", 1.0, max_loaders=64)], Resources(cores=100), Limits(together=True))
+    assert (one.hosting.n_hosts, one.rate) == (1, pytest.approx(1 + 0.9 * 7))
+
+
+def test_with_all_loaders_of_a_source_on_one_host_per_actor_bounds_them() -> None:
+    made = partition([load("a", 1.0)], Resources(cores=8), Limits(together=True, per_actor=3))
+    assert (made.hosting.loaders, made.hosting.n_hosts) == ((3,), 1)
+
+
+def test_what_costs_next_to_nothing_is_no_unit_to_measure_others_by() -> None:
+    made = clusters_of([1.0, 1.0, 1e-6], ["a", "b", "c"])
+    assert [c.level for c in made] == [1.0, pytest.approx(1e-6)]
+
+
+def test_equal_sources_are_clustered_by_name() -> None:
+    made = clusters_of([1.0] * 5, ["e", "d", "c", "b", "a"])
+    assert [c.sources for c in made] == [(4, 3, 2, 1), (0,)]
+
+
+def test_clusters_name_sources_in_the_order_they_were_given() -> None:
+    made = partition([load("z", 9.0), load("a", 1.0)], Resources(cores=2), Limits())
+    assert [c.sources for c in made.clusters] == [(0,), (1,)]
 
 
 def test_memory_takes_hosts_away_and_where_that_is_not_enough_it_is_said() -> None:

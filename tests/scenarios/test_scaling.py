@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import overlord as ov
-from tests.processes import PARTS, Played, hosts_of, launch, play, run, runs, until
+from tests.processes import PARTS, WAIT_S, Played, hosts_of, launch, play, run, runs, until
 from tests.worlds import Rows
 
 pytestmark = pytest.mark.timeout(180)
@@ -142,3 +144,83 @@ def test_a_source_that_has_one_loader_cannot_be_spread() -> None:
             session.scale("light", 2)
         with pytest.raises(ov.JobError, match="unknown source 'hevy'; did you mean 'heavy'"):
             session.scale("hevy", 2)
+
+
+@pytest.mark.skipif(PARTS != "process", reason="hosts of this machine")
+@pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
+def test_a_source_that_joined_is_scaled_as_the_others_are(journal: bool, tmp_path: Path) -> None:
+    rows = Rows([{"n": k, "tokens": [5000 + k] * (1 + k % 7)} for k in range(200)])
+    late = ov.Source("late", rows, transforms=[ov.Map(unchanged, rows=True), ov.Tokens("tokens")], epochs=None, weight=5.0)
+    made = job(mixture={"light": 5, "heavy": 5}, **({"journal": str(tmp_path / "journal")} if journal else {}))
+
+    def join(session: ov.Session) -> None:
+        session.add_source(late, at=12)
+
+    def apart(session: ov.Session) -> int:
+        return len({a["pid"] for a in session.metrics()["actors"] if a["name"].startswith("loader/late/")})
+
+    def grow(session: ov.Session) -> None:
+        """By the scaler, hurried, or by hand where it has decided otherwise."""
+        until(lambda: "late" in session.metrics()["scaling"]["sources"])
+        until(lambda: apart(session) == 2 or session.scale("late", 2))
+        until(lambda: apart(session) == 2)
+
+    with launch(job(mixture={"light": 5, "heavy": 5}), "local") as session:
+        alone = play(session, act={4: join})
+    with launch(made, autoscale={**HURRIED, "cores": 5}, **{**ONE, "hosts": 2}) as session:
+        found = play(session, act={4: join, 20: grow})
+        profile = until(lambda: session.profile().sources.get("late"))
+    assert found.steps == alone.steps
+    assert profile.samples >= 64
+
+
+# in one process
+
+
+class Meeting:
+    """A transform that waits until it is called again beside itself, and says whether it was."""
+
+    def __init__(self) -> None:
+        self.inside, self.most, self.changed = 0, 0, threading.Condition()
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        with self.changed:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.most > 1, timeout=WAIT_S)
+            self.inside -= 1
+        return row
+
+
+def unchanged(row: dict[str, Any]) -> dict[str, Any]:
+    return row
+
+
+def loaders_here(session: ov.Session) -> dict[str, int]:
+    return dict(Counter(a["name"].split("/")[1] for a in session.metrics()["actors"] if a["role"] == "loader"))
+
+
+@pytest.mark.parametrize("partition", ["auto", "off"])
+def test_in_one_process_all_threads_may_read_a_source_that_becomes_heavy(alone: Played, partition: str) -> None:
+    met = Meeting()
+    rows = [{"n": 1000 + k, "tokens": [1000 + k] * (1 + k % 7)} for k in range(240)]
+    heavy = ov.Source("heavy", Rows(rows), transforms=[ov.Map(met, rows=True), ov.Tokens("tokens")], epochs=None)
+    made = job(sources=[source("light", 60, 0), heavy])
+    with launch(made, "local", autoscale=True, workers=2, partition=partition) as session:
+        assert loaders_here(session) == {"light": 1, "heavy": 2}, "as many as threads; what is light has one"
+        found = play(session)
+    assert found.steps == alone.steps
+    assert met.most > 1
+
+
+def test_in_one_process_what_was_said_and_worker_processes_stay_as_they_are() -> None:
+    rows = Rows([{"n": k, "tokens": [k]} for k in range(60)])
+    settings: dict[str, Any] = {"transforms": [ov.Map(unchanged, rows=True), ov.Tokens("tokens")], "epochs": None}
+    made = job(
+        sources=[ov.Source("said", rows, **settings), ov.Source("apart", rows, workers="processes", **settings)], mixture=None, until=3
+    )
+    with launch(made, "local", autoscale=True, workers=3, loaders={"said": 2}) as session:
+        assert loaders_here(session) == {"said": 2, "apart": 1}
+        with pytest.raises(ov.JobError, match="all loaders live in this process; runtime='process' has hosts to spread them over"):
+            session.scale("said", 2)

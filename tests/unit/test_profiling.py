@@ -319,6 +319,52 @@ def test_what_loaders_measure_refreshes_what_is_kept(corpus: Path) -> None:
         assert session.profile() == found
 
 
+# sources that join
+
+
+def loaders_of(session: ov.Session, name: str) -> int:
+    return sum(a["name"].startswith(f"loader/{name}/") for a in session.metrics()["actors"] if a["role"] == "loader")
+
+
+def test_a_source_that_joins_is_looked_at_and_measured_as_the_others_are(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partitioning, "WORTH_S", 0.0)  # what is read here is next to nothing
+    monkeypatch.setattr(partitioning, "n_cores", lambda: 4)  # one core does not look
+    monkeypatch.setattr(profiles, "ALL_S", 30.0)
+    made, late = job(source(corpus), until=60), source(corpus, "late", text(corpus))
+    with ov.launch(made, cache_dir=corpus / "c") as session:
+        client = session.client(0)
+        next(client)
+        session.add_source(late)
+        looked = session.profile().sources["late"]
+        assert 0 < looked.samples <= 64, "a quick look, before it is drawn"
+        for _ in client:
+            pass
+        found = session.profile().sources["late"]
+        assert found.samples > looked.samples, "and then by its loaders"
+    again = job(source(corpus), late, until=60)
+    with blueprint(again, cache_dir=corpus / "c") as ready:
+        assert profiles.known(ready).sources["late"] == found, "the job that lists it begins with that"
+
+
+def test_a_source_that_joins_gets_loaders_by_what_is_known_of_it_unless_it_is_said(corpus: Path) -> None:
+    made, both = job(source(corpus)), job(source(corpus), source(corpus, "late"))
+    with blueprint(both, cache_dir=corpus / "c", workers=4) as ready:
+        profiles.save(profiles.path_of(both, corpus / "c"), kept(ready, 1e-6, 0.1))
+    for said, loaders in ((None, 4), (2, 2)):
+        with ov.launch(made, cache_dir=corpus / "c", workers=4) as session:
+            session.add_source(source(corpus, "late"), loaders=said)
+            assert loaders_of(session, "late") == loaders
+            assert len(list(session.client(0))) == 6
+
+
+def test_without_partition_a_source_that_joins_has_one_loader_or_where_it_is_scaled_one_for_each_thread(corpus: Path) -> None:
+    heavy = source(corpus, "late", ov.Map(busy, rows=True), ov.Tokens("tokens"))
+    for scaled, loaders in ((False, 1), (True, 3)):
+        with ov.launch(job(source(corpus)), partition="off", autoscale=scaled, workers=3) as session:
+            session.add_source(heavy)
+            assert loaders_of(session, "late") == loaders
+
+
 def test_without_partition_nothing_is_kept(corpus: Path) -> None:
     with (
         ov.launch(job(source(corpus)), partition="off", cache_dir=corpus / "c") as session,

@@ -21,6 +21,7 @@ Keys of one exchange of one rank, which encodes n images of P patches in all and
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import deque
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from overlord import limits
 from overlord.constructor.microbatch import IGNORE
 from overlord.constructor.wide import Wide
 from overlord.errors import DataStall, OverlordError, PlanError
@@ -78,10 +80,7 @@ class Encoded:
 
 _pools: dict[int, ThreadPoolExecutor] = {}
 _lock = threading.Lock()
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+cores = functools.cache(limits.cores)  # asked for in every step
 
 
 def pool() -> Executor:
@@ -90,7 +89,7 @@ def pool() -> Executor:
         if (found := _pools.get(os.getpid())) is None:  # a fork has the threads of its parent by name only
             _pools.clear()
             _keep_freed_memory()
-            found = _pools[os.getpid()] = ThreadPoolExecutor(max(1, cores()), thread_name_prefix="overlord-decode")
+            found = _pools[os.getpid()] = ThreadPoolExecutor(cores(), thread_name_prefix="overlord-decode")
         return found
 
 

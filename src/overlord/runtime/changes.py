@@ -14,6 +14,7 @@ from overlord.messages import Finish, Report, SetMixture, Skip, SourceLost
 from overlord.planner.events import Event, Log, said_of_all
 from overlord.planner.feedback import checked, promised
 from overlord.planner.schedule import plain
+from overlord.runtime.partitioning import joining
 
 if TYPE_CHECKING:
     from overlord.client.client import Box, Client
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from overlord.runtime.engines import Engine
     from overlord.runtime.local import Pump
     from overlord.runtime.options import Options
+    from overlord.runtime.profiles import Refresher
     from overlord.runtime.serving import Serving
 
 log = logging.getLogger("overlord")
@@ -44,7 +46,9 @@ class Changes:
     _moving: threading.Lock
     _options: Options
     _pump: Pump
+    _refresher: Refresher | None
     _refused: int
+    _runtime: str
     _serving: Serving | None
     _start_state: StreamState
     _warned: bool
@@ -101,11 +105,12 @@ class Changes:
         """The lowest step at which a client's state stands."""
         return min((c._state.step for c in list(self._clients.values())), default=self._start_state.step)
 
-    def add_source(self, source: Source, at: int | None = None, *, loaders: int = 1) -> int:
+    def add_source(self, source: Source, at: int | None = None, *, loaders: int | None = None) -> int:
         """One more source, drawn from step ``at`` on (default: the first step not yet planned); returns that step.
 
         It weighs its own ``weight`` beside what the mixture gives the others, unless the mixture names it. Nothing else in the
-        stream changes. It is indexed here first; what is wrong with it is raised as at launch, and then nothing has happened.
+        stream changes. ``loaders``: as many as what it is seen to cost takes, if you say nothing. It is indexed here first; what is
+        wrong with it is raised as at launch, and then nothing has happened.
         To resume from a state saved after this, list the source last in ``Job.sources``: a state holds no code.
         """
         [step] = _steps("add_source", [] if at is None else [at]) or [None]
@@ -114,13 +119,16 @@ class Changes:
             if step is not None:  # said before a long look at the files, too
                 self._pump.ask(lambda: self._host.planner.refuse_planned(step), "the planner")
             before, host = self._blueprint.workers, self._host
-            more = self._blueprint.with_source(source, loaders)
+            more = self._blueprint.with_source(source, 1 if loaders is None else loaders)
+            more = joining(more, self._runtime) if loaders is None else more
             prepared = None
             try:
                 prepared = host.prepare_source(more)
                 self._refuse_closed()
                 first = int(self._pump.ask(lambda: self._join(more, prepared, step), "the planner"))
                 self._refuse_closed()
+                if self._refresher is not None:
+                    self._refresher.joined(more)
                 return first
             except DataStall:  # the pump is busy, and may come to it yet
                 raise

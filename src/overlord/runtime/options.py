@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from overlord import limits
 from overlord.constructor.encoding import PixelForm
 from overlord.errors import JobError
 from overlord.hooks import CONSTRUCTOR, of_kind
@@ -50,7 +50,7 @@ class Options:
     sources_per_host: int | None = None  # sources that share a loader host; None: about 25, fewer hosts than cores
     hosts: int | None = None  # cores that loader hosts may use; None: all of this machine
     constructor_hosts: int | None = None  # processes that constructors share; None: one for sixteen cores
-    ring_bytes: int | None = None  # of shared memory that one host may use; None: a quarter of the machine's memory
+    ring_bytes: int | None = None  # of shared memory that one host may use; None: a quarter of the memory that there is
     constructors: bool = True  # False: loader hosts send to every client, and each builds for itself; for measurement
     broadcast: bool = True  # False: every rank fetches its own, whatever the plan's broadcasts say
     failover: bool = True  # False: a part that is lost ends the job
@@ -181,12 +181,12 @@ def port_range(said: object) -> range | None:
 
 
 def n_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    return limits.cores()
 
 
 def ring_bytes(options: Options) -> int:
     """Slots are made as they are needed and used again, so this is a bound and no reservation."""
-    return options.ring_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    return options.ring_bytes or limits.memory_bytes() // 4
 
 
 def n_workers(options: Options) -> int:

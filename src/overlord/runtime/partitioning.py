@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from overlord import limits
 from overlord.hooks import LOADER, of_kind
 from overlord.planner.schedulebase import Base
 from overlord.runtime.bootstrap import READ_AHEAD, Blueprint
@@ -18,7 +18,7 @@ from overlord.runtime.options import Options, n_cores, n_workers
 from overlord.runtime.profiles import known, path_of, quick, save
 from overlord.runtime.starting import scales
 from overlord.scaling.partition import Limits, Partition, Resources, partition
-from overlord.scaling.profile import SourceProfile
+from overlord.scaling.profile import JobProfile, SourceProfile
 from overlord.scaling.sharing import widened
 
 log = logging.getLogger("overlord")
@@ -152,31 +152,66 @@ def _guessed(blueprint: Blueprint) -> Hosting:
 
 
 def _partitioned(blueprint: Blueprint) -> Hosting:
-    made = partition_of(blueprint, memory_bytes=None if blueprint.options.address is not None else _memory())
+    made = partition_of(blueprint, memory_bytes=None if blueprint.options.address is not None else machine_memory())
     if not made.fits:
         log.warning("job %r: %s; it runs with the fewest hosts", blueprint.job.name, made.shortfall(0.0))
     return made.hosting
 
 
-def _memory() -> int:
-    return int(MEMORY * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+def machine_memory() -> int:
+    """Of this machine, or of the group that the job runs in, what loader hosts may take."""
+    return int(MEMORY * limits.memory_bytes())
 
 
 def profiled(blueprint: Blueprint, runtime: str) -> Blueprint:
     """A job made ready, with what is known of its sources; in one process, where hosts do not matter, with its loaders."""
-    if blueprint.options.partition != "auto":
+    if blueprint.options.partition == "auto":
+        blueprint.profile = known(blueprint)
+        loads = loads_of(blueprint)
+        if _matters(loads, batch_samples(blueprint), blueprint.options):
+            found = quick(blueprint, loads, blueprint.profile)
+            if found != blueprint.profile:
+                save(path_of(blueprint.given, blueprint.options.cache_dir), found)
+            blueprint.profile = found
+    if runtime != "local" or (blueprint.options.partition != "auto" and not blueprint.options.autoscale):
         return blueprint
-    blueprint.profile = known(blueprint)
-    loads = loads_of(blueprint)
-    if _matters(loads, batch_samples(blueprint), blueprint.options):
-        found = quick(blueprint, loads, blueprint.profile)
-        if found != blueprint.profile:
-            save(path_of(blueprint.given, blueprint.options.cache_dir), found)
-        blueprint.profile = found
-    if runtime != "local":
-        return blueprint
-    loaders = partition_of(blueprint, cores=n_workers(blueprint.options), worth_s=WORTH_S).hosting.loaders
+    loaders = _loaders_here(blueprint)
     return blueprint if set(loaders) == {1} else blueprint.with_loaders(loaders, READ_AHEAD)
+
+
+def _loaders_here(blueprint: Blueprint) -> list[int]:
+    """Loaders of each source where all are in one process. Its threads take whatever there is to do, so scaling is that a source which may
+    become heavy has as many loaders as there are threads; a worker process for each of them would cost memory all the time, though."""
+    options, threads = blueprint.options, n_workers(blueprint.options)
+    loaders = [blueprint.loaders_of(i) for i in range(len(blueprint.job.sources))]
+    if options.partition == "auto":
+        loaders = list(partition_of(blueprint, cores=threads, worth_s=WORTH_S).hosting.loaders)
+    if not options.autoscale:
+        return loaders
+    fixed = [blueprint.kit(i).processes or name in (options.loaders or {}) for i, name in enumerate(blueprint.job.names)]
+    return [n if stays else max(n, min(load.shares, threads)) for n, stays, load in zip(loaders, fixed, loads_of(blueprint), strict=True)]
+
+
+def joining(blueprint: Blueprint, runtime: str) -> Blueprint:
+    """A blueprint whose last source is about to join, with what that costs, and as many loaders for it as that takes."""
+    name, made = blueprint.job.names[-1], copy.copy(blueprint)
+    others = {n: k for n, k in (blueprint.options.loaders or {}).items() if n != name}
+    made.options = options = replace(blueprint.options, loaders=others)
+    if options.partition == "auto":
+        found, have = known(made), blueprint.profile or JobProfile()
+        have = replace(found if not have.sources else have, sources={**found.sources, **have.sources})
+        made.profile, loads = have, loads_of(made)
+        if _matters(loads[-1:], batch_samples(made), options):
+            made.profile = quick(made, loads, have, only={name})
+    n = _loaders_here(made)[-1] if runtime == "local" else _loaders_apart(made)
+    made.options = replace(options, loaders={**others, name: n})
+    return made
+
+
+def _loaders_apart(blueprint: Blueprint) -> int:
+    """Of the last source, where it gets a host of its own, or more of them later."""
+    n = partition_of(blueprint).hosting.loaders[-1] if blueprint.options.partition == "auto" else 1
+    return max(n, min(loads_of(blueprint)[-1].shares, blueprint.options.hosts or n_cores())) if scales(blueprint) else n
 
 
 def _matters(loads: Sequence[SourceLoad], samples: int, options: Options) -> bool:

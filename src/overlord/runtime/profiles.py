@@ -11,7 +11,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,13 +99,15 @@ def known(blueprint: Blueprint) -> JobProfile:
     return load(path_of(blueprint.given, blueprint.options.cache_dir)).known(fingerprints(blueprint))
 
 
-def quick(blueprint: Blueprint, loads: Sequence[SourceLoad], have: JobProfile) -> JobProfile:
+def quick(blueprint: Blueprint, loads: Sequence[SourceLoad], have: JobProfile, only: Container[str] | None = None) -> JobProfile:
     """What is known, and a quick look at the others that may be heavy, the heaviest first, side by side, within ``ALL_S`` for all.
+    ``only``: at none but these.
 
     Only what is safe and cheap is run: transforms of this package over files on a disk of this machine. Code of yours, stores, mounts and
     datasets are measured by ``overlord profile``, or while the job runs.
     """
-    wanted = [i for i, load in enumerate(loads) if load.cost > 0 and load.name not in have.sources and _probed(blueprint, i)]
+    news = [i for i, load in enumerate(loads) if load.cost > 0 and load.name not in have.sources and (only is None or load.name in only)]
+    wanted = [i for i in news if _probed(blueprint, i)]
     if not wanted:
         return have
     todo = sorted(wanted, key=lambda i: -loads[i].cost)[::-1]  # taken from the end
@@ -161,6 +163,16 @@ class Refresher:
 
     def start(self) -> None:
         self._thread.start()
+
+    def joined(self, blueprint: Blueprint) -> None:
+        """A source takes part that was not there: what it was seen to cost counts, and it is measured as the others are. From here on
+        all is kept where the job that lists it finds it."""
+        marks, name = fingerprints(blueprint), blueprint.job.names[-1]
+        with self._lock:
+            self._path, self._fingerprints = path_of(blueprint.given, blueprint.options.cache_dir), marks
+            seen = None if blueprint.profile is None else blueprint.profile.sources.get(name)
+            if seen is not None and name not in self.profile.sources:
+                self.profile = self.profile.merge(JobProfile.of([seen], self.profile.machine or self._machine))
 
     def close(self) -> None:
         self._over.set()

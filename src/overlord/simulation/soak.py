@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
-import os
 import sys
 import time
 import traceback
@@ -15,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from overlord import limits
 from overlord.simulation.faults import LEAST
 from overlord.simulation.running import run_seed
 from overlord.simulation.world import Killed
@@ -104,7 +104,7 @@ def soak(seeds: Sequence[int], *, past: Path | None = None, processes: int | Non
     known = past_failures(past)
     order = [*known, *(s for s in seeds if s not in set(known))]
     tally, start = Tally(), time.monotonic()
-    for outcome in outcomes(order, processes or os.cpu_count() or 1):
+    for outcome in outcomes(order, processes or limits.cores()):
         tally.add(outcome)
         if outcome.violations:
             print(f"seed {outcome.seed}: {outcome.violations[0]}", flush=True)

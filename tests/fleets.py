@@ -1,0 +1,280 @@
+"""The real cores of a job over several loader hosts, by hand: planner, cutter, loaders and what reads for them, with a queue to every
+host and one back. There is no process, thread or clock; who moves next is drawn from a seed. Hosts come and go as sources are spread."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from overlord.channel.seal import seal
+from overlord.messages import (
+    Announce,
+    Attach,
+    Back,
+    Consumed,
+    Cursor,
+    Finish,
+    Forget,
+    Open,
+    Opening,
+    Part,
+    Placed,
+    Refill,
+    Reopen,
+    Stage,
+    StreamState,
+)  # fmt: skip
+from overlord.planner.cut import Cutter
+from overlord.runtime.bootstrap import Blueprint, open_loader
+from overlord.runtime.loading import Loading
+from overlord.sample import Content
+from overlord.scaling.sharing import kept, spread
+
+MOST_MOVES = 100_000  # far more than any of these jobs takes
+Delivered = list[tuple[tuple[Any, ...], list[int]]]  # of a step, in the order of its plan: the sample, its tokens
+
+
+class Reading:
+    """A loader host: loaders, and the work that they have begun."""
+
+    def __init__(self, blueprint: Blueprint):
+        self._blueprint = blueprint
+        self.loading = Loading(self, self._run, keeps=True)
+        self.begun: list[Any] = []
+        self.inbox: deque[Any] = deque()
+        self.news: deque[Announce] = deque()
+        self.sent: dict[int, list[list[int]]] = {}  # by step
+
+    def submit(self, name: str, work: Any, done: Any, *, size: int = 1, urgent: bool = False, waits: Any = None) -> None:
+        self.begun.append((work, done))
+
+    def close(self) -> None:
+        pass
+
+    def open(self, opening: Opening) -> None:
+        loader, reader, _ = open_loader(self._blueprint.kit(opening.source), opening, self._blueprint.handles)
+        self.loading.open(loader, reader)
+
+    def work(self, rng: random.Random) -> None:
+        work, done = self.begun.pop(rng.randrange(len(self.begun)))
+        try:
+            outcome, error = work(), None
+        except Exception as fault:
+            outcome, error = None, fault
+        done(outcome, error)
+        self.loading.check()
+
+    def take(self, message: Any) -> None:
+        match message:
+            case Part():
+                self._part(message)
+            case Back():
+                self._run(self.loading.back(message, self.open))
+            case Opening():
+                self.open(message)
+            case ("follow", Opening() as opening):
+                self._run(self.loading.follow(opening, self.open))
+            case ("stand", int(step), Opening() as opening):
+                self._run(self.loading.stand(opening, self.open, step))
+            case ("drop", int(number)):
+                self.loading.close(number)
+            case Forget(loaders=loaders):
+                self.loading.forget(loaders)
+            case Refill():
+                self._run([message])
+        self.loading.check()
+
+    def _run(self, commands: Sequence[Any]) -> None:
+        queue = deque(commands)
+        while queue:
+            command = queue.popleft()
+            if not isinstance(command, Announce):
+                queue.extend(self.loading.carry_out(command))
+            elif not self.loading.hosted[command.loader].shadow:
+                self.news.append(command)
+
+    def _part(self, part: Part) -> None:
+        self.loading.acked(part.acked)
+        pops, commands = self.loading.pop_shadows(part.step, dict(zip(part.loaders.tolist(), part.pops.tolist(), strict=True)))
+        self._run(commands)
+        if not (pops or part.to or part.kept is not None):
+            return
+        pieces, commands = self.loading.pop(part.step, pops, part.kept)
+        tokens = Content.concat(pieces).tokens
+        rows = [tokens[i].tolist() for i in range(len(tokens))]
+        assert part.step not in self.sent, "carried out twice"
+        self.sent[part.step] = [rows[i] for i in part.take[0].tolist()] if part.take else rows if part.to else []
+        self._run(commands)
+
+
+class Fleet:
+    """All loaders are on one host to begin with. ``changes``: after so many moves, read this source in so many hosts."""
+
+    def __init__(
+        self, blueprint: Blueprint, seed: int, changes: Sequence[tuple[int, int, int]] = (), state: StreamState | None = None
+    ):  # fmt: skip
+        self.blueprint, self.planner = blueprint, blueprint.planner(state)
+        self._random, self._changes = random.Random(seed), deque(sorted(changes))
+        n = len(blueprint.job.sources)
+        self.shares = [blueprint.loaders_of(i) for i in range(n)]
+        self._first = [sum(self.shares[:i]) for i in range(n)]
+        self._buckets = len(list(blueprint.job.place.buckets("DP")))
+        self.cutter = Cutter([0] * sum(self.shares), [0] * self._buckets)
+        self.hosts = {0: Reading(blueprint)}
+        self._change: tuple[int, dict[int, int]] | None = None  # a source that is on its way, and where its loaders go
+        self._moves: dict[int, int] = {}
+        self.placed: dict[int, Placed] = {}
+        self.states: dict[int, StreamState] = {}
+        self.finish: Finish | None = None
+        self.degrees: Counter[tuple[int, int]] = Counter()  # hosts of a source before and after, for each change
+        cursors = [Cursor(*c) for c in self.planner.state().cursors.tolist()]
+        for i in range(n):
+            for opening in blueprint.openings(i, cursors[i]):
+                self.hosts[0].open(opening)
+
+    def run(self, last: int | None = None) -> Fleet:
+        """To the end of the job, or until a step is planned."""
+        ranks, moves = range(self.blueprint.job.place.world_size), 0
+        for rank in ranks:
+            self._do(self.planner.handle(Attach(rank)))
+        while self.finish is None and not (last is not None and last in self.placed):
+            moves += 1
+            assert moves < MOST_MOVES, f"no end: {self.planner.waiting_for()}"
+            self._change_something(moves)
+            step = self.planner.next_step - 1
+            if step >= 0 and self.planner.taken != step and self._random.random() < 0.3:
+                for rank in ranks:
+                    self._do(self.planner.handle(Consumed(rank, step)))
+                continue
+            self._move()
+            self.planner.check()
+        while any(host.inbox for host in self.hosts.values()):
+            self._move(parts_only=True)
+        return self
+
+    def _move(self, parts_only: bool = False) -> None:
+        ways: list[Any] = [(host.inbox, host.take) for host in self.hosts.values() if host.inbox]
+        if not parts_only:
+            ways += [(host.news, lambda m: self._do(self.planner.handle(m))) for host in self.hosts.values() if host.news]
+        ways += [(host.begun, host) for host in self.hosts.values() if host.begun]
+        assert ways or self._change or self._unconsumed(), f"nothing moves any more: {self.planner.waiting_for()}"
+        if not ways:
+            return
+        queue, act = self._random.choice(ways)
+        if isinstance(act, Reading):
+            act.work(self._random)
+        else:
+            act(queue.popleft())
+
+    def _unconsumed(self) -> bool:
+        return self.planner.taken != self.planner.next_step - 1
+
+    # resharding
+
+    def hosts_of(self, source: int) -> list[int]:
+        return sorted({self.cutter.host(k) for k in self._numbers(source)})
+
+    def _numbers(self, source: int) -> range:
+        return range(self._first[source], self._first[source] + self.shares[source])
+
+    def _change_something(self, moves: int) -> None:
+        if self._change is not None:
+            if self._random.random() < 0.1:
+                self._switch()
+        elif self._changes and self._changes[0][0] <= moves:
+            _, source, n = self._changes.popleft()
+            self._spread(source % len(self.shares), n)
+
+    def _spread(self, source: int, n: int) -> None:
+        """As ``runtime/spreading.py`` does, but that hosts are there at once."""
+        now, n = self.hosts_of(source), min(n, self.shares[source])
+        others = Counter(self.cutter.host(k) for k in range(sum(self.shares)) if k not in self._numbers(source))
+        hosts = kept(now, n, others, lambda h: h == 0)
+        for _ in range(n - len(now)):
+            h = len(self.hosts)
+            self.hosts[h] = Reading(self.blueprint)
+            self.hosts[h].inbox.append(Back(0, self.planner.next_step - 1))
+            hosts.append(h)
+        where = [self.cutter.host(k) for k in self._numbers(source)]
+        to = spread(where, hosts, others)
+        moves = {k: h for k, was, h in zip(self._numbers(source), where, to, strict=True) if h != was}
+        self.degrees[len(now), len(set(to))] += 1
+        self._change = source, moves
+        if self._random.random() < 0.7 and not self.planner.holds_over:  # a host that follows first; else they are opened there
+            self.cutter.follow(moves)
+            for k, h in moves.items():
+                cursor, generation, refill = self.planner.opening(k)
+                self.hosts[h].inbox += [("follow", self._opening(k, cursor, generation)), refill]
+
+    def _switch(self) -> None:
+        assert self._change is not None
+        (source, self._moves), self._change = self._change, None
+        self.cutter.follow({})
+        self._do(self.planner.handle(Reopen(source)))
+
+    def _opening(self, loader: int, cursor: Cursor, generation: int) -> Opening:
+        source = next(i for i in range(len(self.shares)) if loader in self._numbers(i))
+        return replace(self.blueprint.openings(source, cursor)[loader - self._first[source]], generation=generation)
+
+    def _open(self, command: Open) -> None:
+        loader, was = command.loader, self.cutter.host(command.loader)
+        host = self._moves.pop(loader, was)
+        if host != was:
+            self.hosts[was].inbox.append(("drop", loader))
+            self.cutter.move(loader, host)
+        opening = self._opening(loader, command.cursor, command.generation)
+        self.hosts[host].inbox.append(opening if self.planner.holds_over else ("stand", command.step, opening))
+
+    # what the planner says
+
+    def _do(self, commands: Sequence[Any]) -> None:
+        for command in commands:
+            match command:
+                case Refill(loader=loader):
+                    for h in {self.cutter.host(loader), self.cutter.shadow(loader)} - {None}:
+                        self.hosts[h].inbox.append(command)  # type: ignore[index]
+                case Stage():
+                    self._stage(command)
+                case Finish():
+                    self.finish = command
+                case Forget(loaders=loaders):
+                    self.cutter.forget(loaders)
+                    for host in self.hosts.values():
+                        host.inbox.append(command)
+                case Open():
+                    self._open(command)
+
+    def _stage(self, stage: Stage) -> None:
+        assert isinstance(stage.after, StreamState)
+        self.states[stage.plan.step] = stage.after
+        acked = -1 if self.planner.taken is None else self.planner.taken
+        cuts = self.cutter.cut(stage, seal(stage.after), np.ones(self._buckets, bool), acked)
+        self.placed[stage.plan.step] = cuts.placed[0]
+        for h, part in cuts.parts.items():
+            self.hosts[h].inbox.append(part)
+
+    # what came of it
+
+    def delivered(self) -> list[Delivered]:
+        """Of every step what its constructor would build, from what hosts really sent."""
+        found = []
+        for step, placed in sorted(self.placed.items()):
+            payload = [row for h in placed.origins for row in self.hosts[h].sent[step]]
+            plan, doc = placed.stage.plan, placed.stage.doc.tolist()
+            assert sorted(doc) == list(range(len(payload))), "every row that was sent is of one sample, and each has one"
+            found.append([(tuple(plan.sample_id(i)), payload[doc[i]]) for i in range(len(plan))])
+        return found
+
+    @property
+    def end(self) -> tuple[int, str]:
+        assert self.finish is not None
+        return self.finish.step, repr(self.finish.error)
+
+    @property
+    def counted(self) -> Mapping[str, Any]:
+        return {name: c.tolist() for name, c in self.planner.ledger.counts().items()}
