@@ -23,6 +23,7 @@ from typing import Any
 
 from overlord.errors import DataStall, JobError, OverlordError
 from overlord.job import did_you_mean
+from overlord.runtime.allocators import system_pool
 from overlord.runtime.machine import NODE
 from overlord.runtime.options import n_cores
 from overlord.runtime.placing import Node
@@ -232,7 +233,8 @@ class Cluster:
                     self._set({"RAY_AUTH_MODE": "token"})
             _raylet.Config.initialize("")  # the environment counts as it is now, though Ray may have been imported long ago
             _raylet.AuthenticationTokenLoader.instance().reset_cache()
-            ray.init(address or "local", **settings)
+            with system_pool():  # for workers: Ray loads Arrow in them before they do anything of ours
+                ray.init(address or "local", **settings)
         except BaseException as fault:
             self._end()
             if isinstance(fault, Exception):
