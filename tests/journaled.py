@@ -207,7 +207,7 @@ def child(order: dict[str, Any]) -> None:
 
 def main() -> None:
     """Orders come by lines; each is carried out by a child of its own, which may die. Nothing here has a thread, so it may fork."""
-    for name in ("overlord.runtime.engines", "overlord.runtime.session", "overlord.transforms.warm", "numpy.ma"):
+    for name in ("overlord.runtime.engines", "overlord.runtime.session", "tests.preloaded"):
         importlib.import_module(name)  # not in each of them again
     print("ready", flush=True)
     for line in sys.stdin:

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import importlib
 
+import pyarrow as pa
+
 for name in (
     "numpy.ma", "overlord.transforms.decode", "tests.deadly", "tests.images", "tests.properties.test_combined",
     "tests.scenarios.test_images", "tests.scenarios.test_process", "tests.worlds",
 ):  # fmt: skip
     importlib.import_module(name)
+
+pa.array([0])  # at the first column of Python values pyarrow imports pandas, where that is installed

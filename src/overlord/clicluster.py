@@ -33,6 +33,10 @@ def status(address: str | None, debug: bool) -> None:
                 kept = (f"{part['cores']:g}", f"{part['memory'] / 2**20:.0f}") if part["cores"] or part["memory"] else ("", "")
                 table.add_row(f"  {part['name']}", part["node"], *kept, str(part["pid"]), part["state"])
             console.print(table)
+            if crowded := [part["name"] for part in job.parts if part["name"] != "planner" and not part["cores"]]:
+                console.print(
+                    f"  no node had a core to spare for {', '.join(crowded)}: they take what is idle", markup=False, soft_wrap=True
+                )
             for line in job.scaling:
                 console.print(f"  {line}", markup=False, soft_wrap=True)
         if not found:

@@ -23,6 +23,7 @@ from overlord.sources.base import RawSlice
 from overlord.sources.columns import compact
 from overlord.sources.index import Index
 from overlord.sources.patience import Later
+from overlord.sources.views import arrow_of
 from overlord.transforms.base import Block, RowIds, Staged
 
 READS = 64  # of which it is known how long they took
@@ -332,7 +333,7 @@ def _rows(table: pa.Table, at: np.ndarray) -> pa.Table:
     """Chosen rows of a table; a run of consecutive ones (unshuffled sources) is a view."""
     if len(at) and int(at[-1]) - int(at[0]) == len(at) - 1 and bool((at[1:] > at[:-1]).all()):
         return table.slice(int(at[0]), len(at))
-    return table.take(pa.array(at))
+    return table.take(arrow_of(at))
 
 
 def _not_before(key: np.ndarray, file: np.ndarray, row: np.ndarray, after: Cursor, order: SourceOrder, epoch: int) -> np.ndarray:

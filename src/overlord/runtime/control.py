@@ -218,7 +218,11 @@ class Actors(Generic[R]):
         except TimeoutError:
             if future.done():  # it came just now; or the method itself raised this
                 return future.result()
-            raise DataStall(_whom(future), timeout_s) from None
+            raise DataStall(self._whom(future), timeout_s) from None
+
+    def _whom(self, future: Future[Any]) -> str:
+        """What an answer that does not come waits for."""
+        return f"actor {future.actor!r} to answer {future.method!r}" if isinstance(future, Answer) else "a future"
 
     def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> tuple[list[Future[Any]], list[Future[Any]]]:
         """Until one has its answer (or its error), or the deadline: those that have, and those that have not, in the order given."""
@@ -290,10 +294,6 @@ class Actors(Generic[R]):
         with self._names_lock:
             before, self._closed = self._closed, True
         return not before
-
-
-def _whom(future: Future[Any]) -> str:
-    return f"actor {future.actor!r} to answer {future.method!r}" if isinstance(future, Answer) else "a future"
 
 
 def _encoded(actor: str, method: str, args: tuple[Any, ...]) -> tuple[bytes, list[np.ndarray]]:

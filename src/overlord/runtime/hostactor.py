@@ -92,6 +92,7 @@ class HostActor(Carrier):
     def __init__(self, name: str, settings: Settings):
         super().__init__(check=settings.check)
         self.name, self._machine = name, settings.machine
+        self._machine.prepare(settings.workers)
         self._events = Events(self._machine.now)
         self._pump = self._machine.pump(name)
         self._executor = self._machine.executor(settings.workers, self._pump)

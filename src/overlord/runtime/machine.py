@@ -16,6 +16,7 @@ from overlord.channel.address import HAS_SHARED_MEMORY, is_loopback, reachable
 from overlord.channel.link import Link
 from overlord.channel.ring import Ring
 from overlord.channel.server import OnClose, OnMessage, OnOpen, Server, dial
+from overlord.runtime.allocators import share_arenas
 from overlord.runtime.carrier import Executor
 from overlord.runtime.local import Pump, ThreadExecutor
 
@@ -43,6 +44,10 @@ class Machine:
     def outside(self, host: str) -> dict[str, Any]:
         """And for clients, who were told to come to this interface."""
         return {"host": host, "tcp": not is_loopback(host) or not HAS_SHARED_MEMORY, "port": self.ports or 0}
+
+    def prepare(self, workers: int) -> None:
+        """The process is a host's own, with so many threads that work at the same time."""
+        share_arenas(workers)
 
     def pump(self, name: str) -> Pump:
         return Pump(name)

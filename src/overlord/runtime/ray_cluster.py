@@ -23,19 +23,21 @@ from typing import Any
 
 from overlord.errors import DataStall, JobError, OverlordError
 from overlord.job import did_you_mean
+from overlord.runtime.allocators import system_pool
 from overlord.runtime.machine import NODE
 from overlord.runtime.options import n_cores
 from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Body, Home
-from overlord.runtime.ray_folder import new_folder
+from overlord.runtime.ray_folder import environment_kept, new_folder
 from overlord.runtime.ray_head import Head
 
 try:
-    import ray
-    from ray import exceptions
-    from ray._private import state as ray_state
-    from ray._private import worker as ray_worker
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    with environment_kept():
+        import ray
+        from ray import exceptions
+        from ray._private import state as ray_state
+        from ray._private import worker as ray_worker
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as missing:  # said where the runtime is asked for, with what to do
     raise JobError([f"runtime: 'ray' needs Ray, which cannot be imported ({missing}); pip install 'overlord[ray]'"], "launch") from missing
 
@@ -75,6 +77,11 @@ class Place:
     memory: float | None = None
     resources: tuple[tuple[str, float], ...] = ()
     node: str | None = None  # its id
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is Ray that finds a node, and waits until one has room."""
+        return self.node is None and self.num_cpus > 0
 
     def actor(self, **named: str) -> Any:
         """What Ray makes actors of; what it does not take is said here."""
@@ -232,7 +239,8 @@ class Cluster:
                     self._set({"RAY_AUTH_MODE": "token"})
             _raylet.Config.initialize("")  # the environment counts as it is now, though Ray may have been imported long ago
             _raylet.AuthenticationTokenLoader.instance().reset_cache()
-            ray.init(address or "local", **settings)
+            with environment_kept(), system_pool():  # the pool is for workers: Ray loads Arrow in them before they do anything of ours
+                ray.init(address or "local", **settings)
         except BaseException as fault:
             self._end()
             if isinstance(fault, Exception):

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 from overlord.channel.serverlink import ServerLink
 from overlord.errors import DataStall, JobError, OverlordError
 from overlord.runtime.actor import ITSELF, factory_failed, open_reply
-from overlord.runtime.control import HURRY_S, SHUT_DOWN, SHUTDOWN_S, Actors, Handle
+from overlord.runtime.control import HURRY_S, SHUT_DOWN, SHUTDOWN_S, Actors, Answer, Handle
 from overlord.runtime.front import Hands
 from overlord.runtime.machine import Machine, Networked
 from overlord.runtime.peers import PeerRecord, Peers
@@ -33,6 +33,8 @@ log = logging.getLogger("overlord")
 KILLED = "killed"
 KILL_S = 8.0  # for Ray to say that an actor is gone
 CUT_S = 1.0  # between the end of a link and Ray's word that the process died, in either order
+ROOM_S = 10.0  # for a node with room: whoever waits longer is told for what
+NO_PROCESS = "Ray has no process for it yet"
 SILENT_S = 6.0  # for Ray to say that one that was killed is gone; without a head it may say nothing
 
 
@@ -127,6 +129,20 @@ class RayControl(Peers):
         if unwanted:  # meanwhile
             kill(actor)
         life.add_done_callback(lambda future: self._news.do(lambda: self._life_over(record, future)))
+
+        if record.place.waits:
+            _after(ROOM_S, lambda: self._tell_that_it_waits(record))
+
+    def _tell_that_it_waits(self, record: RayRecord) -> None:
+        if record.link is None and record.reason is None and not self._closed:
+            log.warning("%s waits for %s", record.name, no_room(record.place, self.nodes()))
+
+    def _whom(self, future: Future[Any]) -> str:
+        if isinstance(future, Answer):
+            for record in self._living():
+                if record.name == future.actor and record.link is None:
+                    return f"{record.name} to be started: " + (no_room(record.place, self.nodes()) if record.place.waits else NO_PROCESS)
+        return super()._whom(future)
 
     def _key(self, record: RayRecord) -> Key:
         return self._job, record.name, record.place
@@ -225,6 +241,13 @@ class RayControl(Peers):
         self._starts.close()
         self._news.close()
         CLUSTER.release()
+
+
+def no_room(place: Place, nodes: Sequence[Node]) -> str:
+    """What is waited for where Ray was asked for more than any node has idle."""
+    idle = ", ".join(f"{n.name or n.address} {n.idle_cores:g} cores and {n.idle_memory / 2**20:.0f} MB" for n in nodes)
+    wanted = f"{place.num_cpus:g} core and {(place.memory or 0.0) / 2**20:.0f} MB"
+    return f"a node with {wanted} idle ({idle or 'there is no node'}); an autoscaler may add one, without reserve nobody waits for it"
 
 
 def _after(seconds: float, act: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Where a Ray cluster of ours keeps its files. Nothing of Ray is imported in this file."""
+"""What Ray would leave behind: files of its clusters, settings in the environment. Nothing of Ray is imported in this file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = "ov-ray-"
@@ -23,3 +24,15 @@ def new_folder() -> Path:
             if pid.isdigit() and old.stat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
                 shutil.rmtree(old, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-", dir=root))
+
+
+@contextlib.contextmanager
+def environment_kept() -> Iterator[None]:
+    """What is put into the environment meanwhile is taken out again: with Ray's, a trainer's ``breakpoint()`` opens a debugger of Ray."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for key in os.environ.keys() - before.keys():
+            del os.environ[key]
+        os.environ.update({key: value for key, value in before.items() if os.environ.get(key) != value})

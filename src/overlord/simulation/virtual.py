@@ -125,6 +125,9 @@ class SimMachine(Machine):
     net: Net
     process: Process
 
+    def prepare(self, workers: int) -> None:
+        pass  # all machines are in one process
+
     def pump(self, name: str) -> Pump:
         return cast(Pump, SimPump(self.world, self.process, name))
 

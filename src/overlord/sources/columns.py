@@ -163,7 +163,7 @@ def compact(table: pa.Table) -> pa.Table:
 def _own(column: pa.ChunkedArray) -> pa.Array:
     pieces = [c for c in column.chunks if len(c)]
     if not pieces:
-        return pa.array([], type=column.type)
+        return pa.nulls(0, column.type)
     if len(pieces) == 1 and len(pieces[0]) > 1:  # concat_arrays hands back a lone array as it is; two halves force a copy
         pieces = [pieces[0].slice(0, 1), pieces[0].slice(1)]
     try:

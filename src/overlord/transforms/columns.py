@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from overlord.sample import Column, Ragged
+from overlord.sources.views import arrow_of, numpy_of
 
 ID_LIMIT = 2**31  # ids are delivered as int64 and indexed as int32 by most kernels; nothing real comes near
 HIDDEN = "\x1fmeta."  # columns that Meta made: users' functions neither see nor lose them
@@ -50,10 +51,13 @@ def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
     """One column as one array; no copy when the table has one chunk, as a slice that was just read has."""
     kind_of(table, name, wanted)
     chunked = table.column(name)
-    found = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
-    if isinstance(found, pa.ChunkedArray):  # combine_chunks of no chunk at all
-        found = pa.array([], chunked.type)
+    found = _one(chunked)
     return found.storage if isinstance(found, pa.ExtensionArray) else found
+
+
+def _one(chunked: pa.ChunkedArray) -> pa.Array:
+    found = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
+    return pa.nulls(0, chunked.type) if isinstance(found, pa.ChunkedArray) else found  # combine_chunks of no chunk at all
 
 
 def check_ids(table: pa.Table, name: str) -> None:
@@ -89,7 +93,7 @@ def lists(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
     if pt.is_fixed_size_list(array.type):
         offsets = (np.arange(len(array) + 1, dtype=np.int64) + array.offset) * array.type.list_size
     else:
-        offsets = array.offsets.to_numpy().astype(np.int64) if len(array) else np.zeros(1, np.int64)
+        offsets = numpy_of(array.offsets).astype(np.int64) if len(array) else np.zeros(1, np.int64)
     first, last = int(offsets[0]), int(offsets[-1])
     return array.values.slice(first, last - first), offsets - first
 
@@ -109,7 +113,7 @@ def _numbers(values: pa.Array) -> tuple[np.ndarray, list[tuple[np.ndarray, str]]
     if values.null_count:
         faults.append((null_rows(values), "holds a null id"))
         values = values.fill_null(0)
-    ids = values.to_numpy(zero_copy_only=False)
+    ids = numpy_of(values)
     if ids.dtype.kind == "f":  # JSON: one row with a fraction makes the whole column floating
         whole = np.isfinite(ids) & (np.floor(ids) == ids) & (np.abs(ids) < 2**53)
         faults.append((np.flatnonzero(~whole), "holds an id that is no whole number"))
@@ -182,7 +186,7 @@ def read_numbers(table: pa.Table, name: str) -> tuple[np.ndarray, Bad]:
     bad = {int(i): f"{name} is null or missing" for i in null_rows(array)}
     if array.null_count:
         array = array.fill_null(False if pt.is_boolean(array.type) else 0)
-    return plain_numbers(array.to_numpy(zero_copy_only=False), name, bad)
+    return plain_numbers(numpy_of(array), name, bad)
 
 
 def check_meta(table: pa.Table, name: str) -> None:
@@ -209,7 +213,7 @@ def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
     faults = [(null_rows(flat), "holds a null")]
     if pt.is_null(flat.type) or flat.null_count:
         flat = flat.cast(pa.int64()).fill_null(0) if pt.is_null(flat.type) else flat.fill_null(0)
-    values, wide = plain_numbers(flat.to_numpy(zero_copy_only=False), "", {})
+    values, wide = plain_numbers(numpy_of(flat), "", {})
     faults.append((np.array(sorted(wide), np.int64), "holds a number that is not finite, or too large"))
     faults.append((np.flatnonzero(values < 0), "holds a number below 0"))
     _blame(bad, name, offsets, faults)
@@ -217,17 +221,15 @@ def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
 
 
 def meta_column(found: Column) -> pa.Array:
-    return ids_column(found) if isinstance(found, Ragged) else pa.array(found)
+    return ids_column(found) if isinstance(found, Ragged) else arrow_of(found)
 
 
 def meta_rows(chunked: pa.ChunkedArray, row: np.ndarray, part: np.ndarray) -> Column:
     """Metadata of samples by their row. The pieces of a split sample share its number; its items stay with the first piece."""
     if not _is_lists(chunked.type):
-        numbers: np.ndarray = chunked.to_numpy()[row]
-        return numbers
-    array = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
-    flat, offsets = lists(array)
-    items = Ragged(flat.to_numpy(zero_copy_only=False), np.append(offsets, offsets[-1]))  # one row more, without items
+        return numpy_of(_one(chunked))[row]
+    flat, offsets = lists(_one(chunked))
+    items = Ragged(numpy_of(flat), np.append(offsets, offsets[-1]))  # one row more, without items
     return items.take(np.where(part == 0, row, len(offsets) - 1))
 
 
@@ -236,7 +238,7 @@ def unequal_items(table: pa.Table, name: str, items: str) -> Bad:
     one, other = (table.column(HIDDEN + n) for n in (name, items))
     if not (_is_lists(one.type) and _is_lists(other.type)):
         return {}
-    found, wanted = (pc.list_value_length(c).to_numpy().astype(np.int64) for c in (one, other))
+    found, wanted = (numpy_of(pc.list_value_length(_one(c))).astype(np.int64) for c in (one, other))
     return {int(i): f"{name} has {found[i]} numbers for {wanted[i]} items of {items}" for i in np.flatnonzero(found != wanted)}
 
 
@@ -256,12 +258,12 @@ def plain_numbers(values: np.ndarray, name: str, bad: Bad) -> tuple[np.ndarray, 
 def null_rows(array: pa.Array) -> np.ndarray:
     if not array.null_count:
         return np.zeros(0, np.int64)
-    return np.flatnonzero(pc.is_null(array).to_numpy(zero_copy_only=False))
+    return np.flatnonzero(numpy_of(pc.is_null(array)))
 
 
 def ids_column(ids: Ragged) -> pa.Array:
     """Token ids as a list column over the same memory."""
-    return pa.LargeListArray.from_arrays(pa.array(ids.offsets), pa.array(ids.values))
+    return pa.LargeListArray.from_arrays(arrow_of(ids.offsets), arrow_of(ids.values))
 
 
 def to_columns(table: pa.Table) -> dict[str, Any]:
@@ -273,7 +275,7 @@ def to_columns(table: pa.Table) -> dict[str, Any]:
 def _values(array: pa.Array) -> np.ndarray | list[Any]:
     numeric = pt.is_integer(array.type) or pt.is_floating(array.type) or pt.is_boolean(array.type)
     if numeric and not array.null_count:
-        return np.array(array.to_numpy(zero_copy_only=False))
+        return np.array(numpy_of(array))
     values: list[Any] = array.to_pylist()
     return values
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from overlord.sources.views import arrow_of
 from overlord.transforms.base import Transform
 from overlord.transforms.columns import Bad, plain, to_columns, to_rows
 
@@ -46,7 +47,7 @@ class Frame:
             self.take(np.flatnonzero(mask))
 
     def take(self, rows: np.ndarray) -> None:
-        self.table, self.index = self.table.take(pa.array(rows)), self.index[rows]
+        self.table, self.index = self.table.take(arrow_of(rows)), self.index[rows]
 
 
 def run_whole(frame: Frame, t: Transform, fn: Callable[..., Any], check: Callable[[Any, int], Any]) -> Any:

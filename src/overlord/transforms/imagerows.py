@@ -17,6 +17,7 @@ import pyarrow.types as pt
 
 from overlord.errors import TransformError
 from overlord.sample import Column, Items, Ragged
+from overlord.sources.views import numpy_of
 from overlord.transforms.base import Block, Transform
 from overlord.transforms.columns import HIDDEN, Bad, Unfit, ids_column, kind_of, lists, null_rows, read_ids
 from overlord.transforms.frame import Frame
@@ -111,13 +112,13 @@ def _collect(array: pa.Array, row: np.ndarray, name: str, files: list[np.ndarray
         flat, offsets = lists(array)
         if np.diff(offsets)[null_rows(array)].any():  # what stands behind a null list may be anything; mostly it is nothing
             there = array.is_valid()
-            row, (flat, offsets) = row[there.to_numpy(zero_copy_only=False)], lists(array.filter(there))
+            row, (flat, offsets) = row[numpy_of(there)], lists(array.filter(there))
         return _collect(flat, np.repeat(row, np.diff(offsets)), name, files, bad)
     if pt.is_struct(kind):
         held = array.flatten()
         data = held[kind.get_field_index("bytes")]
         if (at := kind.get_field_index("path")) >= 0 and data.null_count:
-            for i in np.flatnonzero(~data.is_valid().to_numpy(zero_copy_only=False)):
+            for i in np.flatnonzero(~numpy_of(data.is_valid())):
                 if (path := held[at][int(i)].as_py()) is not None:
                     bad.setdefault(int(row[i]), f"{name} holds only the path {path!r:.80} of an image; its bytes must be in the column")
         return _collect(data, row, name, files, bad)
@@ -140,7 +141,7 @@ def lay_out(table: pa.Table, spec: Images) -> tuple[Laid, Bad]:
     limits, prefixes = spec.limits, list[Prefix]()
     counts = np.bincount(row, minlength=table.num_rows)
     number = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
-    chance = chances(table.column(CHANCE).to_numpy()[row], number).tolist() if spec.by_chance else None
+    chance = chances(numpy_of(table.column(CHANCE).combine_chunks())[row], number).tolist() if spec.by_chance else None
     for i in np.flatnonzero(counts > spec.max_images).tolist():
         bad.setdefault(i, f"{counts[i]} images are more than max_images={spec.max_images}")
     kept: list[int] = []

@@ -19,6 +19,7 @@ import pyarrow as pa
 from overlord.errors import TransformError
 from overlord.hashing import digest, key64, keyed_hash
 from overlord.sample import Column, Ragged
+from overlord.sources.views import arrow_of
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Staged, Tokens, Transform
 from overlord.transforms.columns import (
     HIDDEN,
@@ -96,7 +97,7 @@ class Pipeline:
             return Staged(table, np.arange(table.num_rows), [], 0)
         frame = Frame(table)
         if self._images is not None and self._images.by_chance:
-            frame.put(CHANCE, pa.array(keyed_hash(key64("images", self.seed, self.source), ids.epoch, ids.file, ids.row)))
+            frame.put(CHANCE, arrow_of(keyed_hash(key64("images", self.seed, self.source), ids.epoch, ids.file, ids.row)))
         for position in range(self._cut):
             try:
                 self._run(position, frame, ids)

@@ -1,0 +1,8 @@
+"""What the fork server loads first: Arrow, so that all hosts have it as they need it."""
+
+from overlord.runtime.allocators import system_pool
+
+with system_pool():
+    import pyarrow as pa
+
+    pa.default_memory_pool()  # decided for good
