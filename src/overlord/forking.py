@@ -70,7 +70,7 @@ def context() -> ForkServerContext:
     asked = [] if asked == ["__main__"] else asked  # Python's default: see _Popen
     missing = [name for name in PRELOAD if name not in asked]
     if missing:
-        found.set_forkserver_preload(asked + missing)
+        found.set_forkserver_preload(missing + asked)  # how Arrow has its memory is decided by who loads it first
     return found
 
 
