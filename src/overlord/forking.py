@@ -16,8 +16,8 @@ from typing import Any
 # Loaded once, in the fork server: a process then starts in tens of milliseconds and shares these pages with all others. What
 # stands here must start no Python thread when imported (a fork does not copy threads), and is best what every host needs.
 PRELOAD = (
-    "numpy", "pyarrow", "overlord.runtime.process_actor", "overlord.transforms.worker", "overlord.transforms.warm",
-    "overlord.runtime.loaderhost", "overlord.runtime.constructorhost", "overlord.runtime.planneractor",
+    "numpy", "pyarrow", "overlord.runtime.process_actor", "overlord.transforms.worker", "overlord.runtime.loaderhost",
+    "overlord.runtime.constructorhost", "overlord.runtime.planneractor", "overlord.transforms.warm",
 )  # fmt: skip
 
 # A child that is sent something of the program's main file imports that file again.
