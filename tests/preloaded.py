@@ -3,6 +3,7 @@ import would otherwise be imported again in each. Nothing here starts a thread."
 
 from __future__ import annotations
 
+import gc
 import importlib
 
 import pyarrow as pa
@@ -14,3 +15,4 @@ for name in (
     importlib.import_module(name)
 
 pa.array([0])  # at the first column of Python values pyarrow imports pandas, where that is installed
+gc.freeze()

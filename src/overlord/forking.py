@@ -17,7 +17,7 @@ from typing import Any
 # stands here must start no Python thread when imported (a fork does not copy threads), and is best what every host needs.
 PRELOAD = (
     "numpy", "overlord.runtime.preload", "overlord.runtime.process_actor", "overlord.transforms.worker", "overlord.runtime.loaderhost",
-    "overlord.runtime.constructorhost", "overlord.runtime.planneractor",
+    "overlord.runtime.constructorhost", "overlord.runtime.planneractor", "overlord.runtime.frozen",
 )  # fmt: skip
 
 # A child that is sent something of the program's main file imports that file again.

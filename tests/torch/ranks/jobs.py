@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from tests.torch.ranks.models import CONTEXT, VOCABULARY
 from tests.worlds import Rows
 
 
+@functools.cache
 def rows(seed: int, n: int = 160, longest: int = 40) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     return [{"n": k, "tokens": [rng.randrange(VOCABULARY) for _ in range(rng.choice((2, 5, 9, 17, longest)))]} for k in range(n)]
