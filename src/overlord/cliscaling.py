@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -11,22 +10,19 @@ import click
 
 from overlord.cliparts import FAILED, debug, error, guarded, imports, job_file, read_job, screen
 
-_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
-_UNITS = ("", "k", "m", "g", "t")
-
 
 class Bytes(click.ParamType):
-    """A number of bytes: 1000000, 512MB, 256GiB."""
+    """A number of bytes as in ``launch(memory=)``: 1000000, 512MB, 256GB; units are powers of 1024."""
 
     name = "size"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        found = _SIZE.fullmatch(str(value))
-        if found is None or (n := float(found[1]) * (1024 if found[3] else 1000) ** _UNITS.index(found[2].lower())) < 1:
-            self.fail(f"wanted a number of bytes, as in 256GB or 512MiB, found {value!r}", param, ctx)
-        return int(n)
+        from overlord.scaling.budget import parse_bytes
+
+        try:
+            return parse_bytes(value if isinstance(value, int) else str(value))
+        except ValueError as problem:
+            self.fail(str(problem), param, ctx)
 
 
 @click.command()

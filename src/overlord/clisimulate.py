@@ -84,6 +84,8 @@ def simulate(
         console.print(constants_view(found.constants, kept))
         for view in (memory_view(cells), time_view(cells, pace_s)):
             console.print(view)
+        for words in waits_of(cells):
+            console.print(words, markup=False)
         console.print(
             "Planning is measured (CPU seconds of the real planner at that place tree); all else is computed from the constants. "
             "Memory is that of data loading: what trainers hold anyway counts for nobody.", markup=False,
@@ -177,6 +179,7 @@ def time_view(cells: Sequence[Cell], pace_s: float) -> RenderableType:
         "loader hosts",
         "plan ms",
         "cut ms",
+        "planner busy",
         "connections",
         "at one end",
         "to connect s",
@@ -190,10 +193,20 @@ def time_view(cells: Sequence[Cell], pace_s: float) -> RenderableType:
         times = [1e3 * x for x in (ran.median("plan_s"), ran.median("cut_s"))]
         fetch = [1e3 * x for x in (ran.median("latency_s"), ran.most("latency_s"), ran.most("waited_s"))]
         rows.append([
-            f"{cell.fleet.gpus}", _how(cell), f"{ran.loader_hosts}", *(f"{ms:.1f}" for ms in times), f"{cell.links.total}",
+            f"{cell.fleet.gpus}", _how(cell), f"{ran.loader_hosts}", *(f"{ms:.1f}" for ms in times),
+            f"{ran.planner_s / pace_s:.0%}", f"{cell.links.total}",
             f"{cell.links.most}", f"{cell.connecting_s:.2f}", *(f"{ms:.1f}" for ms in fetch),
         ])  # fmt: skip
     return _titled(f"planning, connections and fetch latency; trainers take {pace_s:g} s a step", heads, rows, 2)
+
+
+def waits_of(cells: Sequence[Cell]) -> list[str]:
+    """What trainers wait for, where they do."""
+    told = [(cell, cell.ran.why(cell.pace_s)) for cell in cells]
+    return [
+        f"{cell.fleet.gpus} GPUs, {'with' if cell.fleet.constructors else 'without'} constructors: trainers wait up to "
+        f"{cell.ran.most('waited_s'):.2f} s a step for {why}" for cell, why in told if why
+    ]  # fmt: skip
 
 
 def _how(cell: Cell) -> str:

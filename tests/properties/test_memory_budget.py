@@ -11,7 +11,7 @@ from overlord.errors import JobError
 from overlord.runtime.engines import budgeted
 from overlord.runtime.options import Options
 from overlord.scaling import budget
-from overlord.scaling.budget import LEAST, Budget, parse_bytes, split
+from overlord.scaling.budget import BUILDER_BYTES, HOST_BYTES, LEAST, WINDOW_BYTES, Budget, parse_bytes, shown, split
 from tests.laws import examples
 from tests.properties.test_budget import Held, job_of
 
@@ -37,6 +37,16 @@ def test_the_parts_of_a_budget_never_exceed_it_and_a_larger_one_gives_no_part_le
     assert min(found.buffer_bytes, found.open_bytes, found.shared_bytes) >= LEAST // 5
     assert found.ring_bytes * max(1, found.hosts) <= found.shared_bytes
     assert all(a <= b for a, b in zip(parts(found), parts(more), strict=True))
+
+
+def test_processes_and_windows_are_set_aside_first() -> None:
+    made = split(2**30, loaders=4, loader_hosts=2, constructor_hosts=3)
+    assert (made.processes, made.windows, made.hosts) == (2 * HOST_BYTES + 3 * BUILDER_BYTES, 4 * WINDOW_BYTES, 5)
+    rest = 2**30 - made.processes - made.windows
+    assert (made.buffer_bytes, made.open_bytes, made.shared_bytes) == (int(0.4 * rest), int(0.2 * rest), int(0.4 * rest))
+    assert made.ring_bytes == made.shared_bytes // 5
+    assert shown(2**30 + 1) == "1.1 GB", "what is asked for is enough"
+    assert str(split(2**30, loaders=4)).startswith("1 GB: windows 32 MB, samples ready"), "what is nothing is not told"
 
 
 @pytest.mark.parametrize(

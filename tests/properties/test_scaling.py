@@ -7,6 +7,7 @@ from collections import Counter
 from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,6 +75,25 @@ def test_a_host_that_reads_other_sources_too_has_no_more_than_one_that_does_not(
     assert min(counts[h] for h in hosts) >= 1
     assert sum(counts.values()) == len(where)
     assert not free or max((counts[h] for h in hosts if h in crowded), default=0) <= min(free)
+
+
+def test_a_crowded_host_has_half_as_many_shares_as_the_others() -> None:
+    assert Counter(spread([0] * 6, [0, 1], crowded={0})) == {0: 2, 1: 4}
+    assert Counter(spread([0] * 6, [0, 1])) == {0: 3, 1: 3}
+
+
+def test_shares_need_a_host() -> None:
+    with pytest.raises(ValueError, match="wanted at least one host for the shares of a source"):
+        spread([0, 1], [])
+
+
+def test_hosts_that_were_there_first_stay_before_those_that_were_added() -> None:
+    assert kept([2, 5, 7], 1, {}, lambda h: h == 5) == [5]
+    assert kept([2, 5, 7], 2, {7: 3}, lambda h: h == 5) == [5, 7], "but those that read other sources stay anyway"
+
+
+def test_shares_are_cut_over_all_hosts_that_a_source_has() -> None:
+    assert widened([2, 1], [3, 4, 9], [5, 2]) == ((5, 2), (3, 4, 3, 4, 3, 9, 9))
 
 
 # a world: loaders that do what is asked of them as far as they can, trainers that take what there is

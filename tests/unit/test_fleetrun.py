@@ -34,11 +34,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> ov.Job:
     return ov.Job(name="fleet", sources=sources, place=ov.ClientPlaceTree(dp=2), batch=ov.Batch(samples=16, context=256), seed=3)
 
 
-def ran(job: ov.Job, fleet: Fleet, *, seen: list[FleetRun] | None = None) -> Ran:
+def ran(job: ov.Job, fleet: Fleet, *, seen: list[FleetRun] | None = None, row_s: float = 1e-4) -> Ran:
     blueprint = Blueprint(placed(job, fleet, LIKELY), Options())
     try:
         probes = probed(blueprint, lambda what, done, of: None)
-        probes = tuple(replace(p, row_s=1e-4) for p in probes)  # what was measured differs from run to run
+        probes = tuple(replace(p, row_s=row_s) for p in probes)  # what was measured differs from run to run
         run = FleetRun(blueprint, probes, fleet, LIKELY)
         if seen is not None:
             seen.append(run)
@@ -53,6 +53,7 @@ def test_every_rank_gets_every_step_at_the_pace_of_the_trainers(job: ov.Job, con
     found = ran(job, fleet, seen=seen)
     assert [step.has for step in found.steps] == [64] * 4
     assert found.most("waited_s") == 0.0
+    assert found.why(1.0) == ""
     assert 0 < found.median("latency_s") < 0.1
     assert 7.0 <= found.seconds < 8.5  # eight steps of a second
     assert seen[0].planner.ledger.samples.sum() >= 8 * 64
@@ -80,6 +81,16 @@ def test_a_planner_that_is_slow_shows_in_latency_and_then_in_waits(job: ov.Job) 
     assert found.median("plan_s") >= 0.25
     assert found.median("latency_s") > 1.0
     assert found.most("waited_s") > 0.5
+    assert found.planner_s > 1
+    assert found.why(1.0).startswith("the planner: a step takes it ")
+
+
+def test_what_trainers_wait_for_is_named(job: ov.Job) -> None:
+    """Eight loaders of a source, 64 / 3 samples of it in a step, half a second each."""
+    found = ran(job, Fleet(gpus=64, tp=2, cp=2, pp=4, sources=3, batch=64), row_s=0.5)
+    assert found.most("waited_s") > 0
+    words = "source 's0': a step takes each of its 8 loaders 1.33 s, and it has no chunks for more (shuffle_chunks)"
+    assert found.why(1.0) == words
 
 
 def test_loader_hosts_are_as_many_as_reading_takes(job: ov.Job) -> None:

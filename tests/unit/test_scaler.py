@@ -112,3 +112,42 @@ def test_nothing_is_decided_while_nobody_takes_a_step() -> None:
 def test_limits_that_cannot_be_are_told_together() -> None:
     with pytest.raises(ValueError, match="cores: wanted at least 1, found 0; interval_s: wanted a number above 0, found 0"):
         Limits(cores=0, interval_s=0)
+
+
+def test_trainers_that_only_wait_are_taken_for_twenty_times_as_fast_and_no_more() -> None:
+    """Waits are told when they are over: they may be longer than the time that was looked at."""
+    scaler = Scaler(LIMITS)
+    scaler.handle(look(seen(), taken=2, waited_s=5.0), 1.0)
+    assert (scaler.waited, scaler.pace, scaler.rate) == (1.0, 40.0, 2.0)
+
+
+def test_a_source_that_was_read_and_never_drawn_needs_what_its_share_will_take() -> None:
+    new = seen("new", share=0.5, drawn=0.0, lanes=2.0)
+    [scale] = told(Scaler(LIMITS), look(new, seen("old", lanes=0.1, hosts=(1,))), 2)
+    assert isinstance(scale, Scale)
+    assert scale.source == "new"
+
+
+def test_a_source_whose_hosts_are_full_gets_more_before_trainers_wait() -> None:
+    [scale] = told(Scaler(LIMITS), look(seen(lanes=1.0)), 2)
+    assert isinstance(scale, Scale)
+    assert scale.hosts == 2
+
+
+def test_what_is_reckoned_leads_to_nothing_while_nobody_waits_and_hosts_idle() -> None:
+    """Half of what was drawn had been read before: by its cost it would need more than its host, and it does not."""
+    assert told(Scaler(LIMITS), look(seen(drawn=1000.0, read=400.0, lanes=0.45)), 6) == []
+    [scale] = told(Scaler(LIMITS), look(seen(drawn=1000.0, read=400.0, lanes=0.45), waited_s=0.05), 2)
+    assert isinstance(scale, Scale), "but where they wait"
+
+
+def test_so_many_hosts_are_given_back_as_leave_the_others_well_below_their_target() -> None:
+    [scale] = told(Scaler(LIMITS), look(seen(lanes=0.6, hosts=(0, 1, 2))), 3)
+    assert scale.hosts == 2, "one alone would be 60 % busy: below its target, and too close to it"
+
+
+def test_hosts_must_idle_so_many_looks_in_a_row_before_they_are_given_back() -> None:
+    scaler = Scaler(LIMITS)
+    assert told(scaler, look(seen(lanes=0.6, hosts=(0, 1))), 3) == []
+    assert told(scaler, look(seen(lanes=0.0, hosts=(0, 1))), 2, first=4) == []
+    assert len(told(scaler, look(seen(lanes=0.0, hosts=(0, 1))), 1, first=6)) == 1

@@ -301,7 +301,7 @@ class Loading:
              "ready_bytes": h.shelf.nbytes, "kept_bytes": h.shelf.kept_bytes, "shadow": h.shadow,
              "window_bytes": h.reader.stats.raw_bytes, "open_bytes": getattr(h.reader.chunks, "open_bytes", 0),
              "read_s": h.reader.stats.read_s, "transform_s": h.reader.stats.transform_s,
-             "read_cost_s": h.reader.stats.read_busy_s * h.reader.stats.asked_for, "transform_busy_s": h.reader.stats.transform_busy_s,
+             "read_asked_s": h.reader.stats.read_s * h.reader.stats.asked_for, "core_s": h.reader.stats.work[0],
              "samples": h.reader.stats.samples, "tokens": h.reader.stats.tokens,
              "store": getattr(h.reader.chunks, "store_metrics", None),
              "storage": getattr(h.reader.chunks, "storage_metrics", None), "images": h.reader.stats.images,

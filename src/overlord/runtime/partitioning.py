@@ -52,7 +52,7 @@ def loads_of(blueprint: Blueprint) -> list[SourceLoad]:
     off = _off(blueprint, guesses)
     for i, (guess, share) in enumerate(zip(guesses, shares, strict=True)):
         p = _profile(blueprint, i)
-        seconds = p.sample_s if p is not None else guess.cost * off.get(_kind(blueprint, i), 1.0)
+        seconds = p.cost_s if p is not None else guess.cost * off.get(_kind(blueprint, i), 1.0)
         load = replace(guess, share=share, cost=share * seconds)
         found.append(load if p is None else replace(load, memory=p.memory or load.memory, state=p.file_bytes))
     return found
@@ -62,8 +62,8 @@ def _off(blueprint: Blueprint, guesses: Sequence[SourceLoad]) -> dict[tuple[str,
     """How far guesses are off, by kind of source: a measured one beside a guessed one of its kind must not look dearer than it is."""
     ratios: dict[tuple[str, ...], list[float]] = {}
     for i, guess in enumerate(guesses):
-        if (p := _profile(blueprint, i)) is not None and guess.cost and p.sample_s:
-            ratios.setdefault(_kind(blueprint, i), []).append(p.sample_s / guess.cost)
+        if (p := _profile(blueprint, i)) is not None and guess.cost and p.cost_s:
+            ratios.setdefault(_kind(blueprint, i), []).append(p.cost_s / guess.cost)
     return {kind: median(found) for kind, found in ratios.items()}
 
 

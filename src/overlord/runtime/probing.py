@@ -161,9 +161,10 @@ class _Probe:
         window = min(kit.order.group_size, len(kit.index.chunks)) * kit.read.slice_rows
         window = min(window, kit.index.rows) if kit.index.rows is not None else window
         row_bytes = self._raw_bytes / self._rows + sum(p.nbytes for p in self._pieces) / self._evaluated
+        read_s = max(0.0, self._read_s) / max(1, self._covered) * self._rows / n * self._part
         return SourceProfile(
             name=kit.index.source, fingerprint=fingerprint, samples=n, tokens=self._tokens / n,
-            read_s=max(0.0, self._read_s) / max(1, self._covered) * self._rows / n * self._part, transform_s=self._transform_s / n,
+            read_s=read_s, transform_s=self._transform_s / n, core_s=read_s + self._transform_s / n,
             transfer_s=_transfer_s(self._pieces), buffer_bytes=round(row_bytes * window), file_bytes=file_bytes,
         )  # fmt: skip
 

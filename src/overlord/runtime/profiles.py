@@ -201,7 +201,7 @@ class Refresher:
     def _since(self, rows: Sequence[Mapping[str, Any]]) -> list[SourceProfile]:
         sums: dict[str, dict[str, float]] = {}
         for row in rows:
-            now = {n: float(row.get(n, 0)) for n in ("samples", "tokens", "read_cost_s", "transform_busy_s")}
+            now = {n: float(row.get(n, 0)) for n in ("samples", "tokens", "read_asked_s", "transform_s", "core_s")}
             if not now["samples"]:  # nothing yet, or its host does not answer
                 continue
             before = self._before.get((row["source"], row["loader"]), {})
@@ -217,6 +217,7 @@ class Refresher:
     def _of(self, name: str, sums: Mapping[str, float]) -> SourceProfile:
         n = sums["samples"]
         return SourceProfile(
-            name=name, fingerprint=self._fingerprints[name], samples=int(n), read_s=max(0.0, sums["read_cost_s"]) / n,
-            transform_s=max(0.0, sums["transform_busy_s"]) / n, tokens=max(0.0, sums["tokens"]) / n, buffer_bytes=int(sums["buffer"]),
+            name=name, fingerprint=self._fingerprints[name], samples=int(n), read_s=max(0.0, sums["read_asked_s"]) / n,
+            transform_s=max(0.0, sums["transform_s"]) / n, core_s=max(0.0, sums["core_s"]) / n,
+            tokens=max(0.0, sums["tokens"]) / n, buffer_bytes=int(sums["buffer"]),
         )  # fmt: skip

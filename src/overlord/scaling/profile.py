@@ -16,7 +16,7 @@ import numpy as np
 
 from overlord.hashing import digest
 
-VERSION = 1
+VERSION = 2
 NEW = 0.3  # weight of what was measured last: an outlier fades in ten refreshes, a real change is half seen in two
 MOST = 2**62  # samples and bytes are whole numbers of 64 bits wherever they go
 
@@ -27,7 +27,8 @@ class BadProfile(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceProfile:
-    """What one source costs. Seconds are of one core and per sample; 0 bytes: nobody has measured them."""
+    """What one source costs. Seconds are per sample: of one core where it was probed, by the clock where its loaders measured them while a
+    job ran, and then ``core_s`` says how much of that a core was busy. 0 bytes: nobody has measured them."""
 
     name: str
     fingerprint: str  # of its files and transforms: other ones cost something else
@@ -37,6 +38,7 @@ class SourceProfile:
     tokens: float  # of a sample, on average
     transfer_s: float = 0.0  # T
     buffer_bytes: int = 0  # M_b: an open window, and the samples made of it
+    core_s: float = 0.0  # of read_s + transform_s: the rest was waited, for storage, a core, or the interpreter's lock; 0: not told apart
     file_bytes: int = 0  # M_d: what stays while files are open: footers, handles, decompressors
 
     def __post_init__(self) -> None:
@@ -46,7 +48,7 @@ class SourceProfile:
         for n in ("samples", "buffer_bytes", "file_bytes"):
             if not _is_int(v := getattr(self, n)) or not 0 <= v <= MOST:
                 found.append(f"{n}: wanted a whole number of at least 0, found {v!r:.40}")
-        for n in ("read_s", "transform_s", "tokens", "transfer_s"):
+        for n in ("read_s", "transform_s", "tokens", "transfer_s", "core_s"):
             if not _is_number(v := getattr(self, n)) or not 0 <= v < math.inf:
                 found.append(f"{n}: wanted a number of at least 0, found {v!r:.40}")
         if found:
@@ -56,6 +58,16 @@ class SourceProfile:
     def sample_s(self) -> float:
         """P, by sample."""
         return self.read_s + self.transform_s
+
+    @property
+    def cost_s(self) -> float:
+        """Of a core, which is what is divided among sources; all of it where that is not told apart."""
+        return self.core_s or self.sample_s
+
+    @property
+    def waited_s(self) -> float:
+        """Of ``sample_s``, what no core was busy with; 0 where that is not known."""
+        return max(0.0, self.sample_s - self.core_s) if self.core_s else 0.0
 
     @property
     def token_s(self) -> float:
@@ -74,10 +86,10 @@ class SourceProfile:
         if not new.samples:
             return self
         changed: dict[str, Any] = {n: _between(getattr(self, n), getattr(new, n), weight) for n in ("read_s", "transform_s", "tokens")}
-        for n in ("transfer_s", "buffer_bytes", "file_bytes"):
+        for n in ("transfer_s", "core_s", "buffer_bytes", "file_bytes"):
             a, b = getattr(self, n), getattr(new, n)
             mean = _between(a, b, weight) if a and b else a or b
-            changed[n] = float(mean) if n == "transfer_s" else round(mean)
+            changed[n] = float(mean) if n.endswith("_s") else round(mean)
         return replace(self, samples=min(MOST, self.samples + new.samples), **changed)
 
 

@@ -28,6 +28,7 @@ from overlord.simulation.dummies import DummyReader, Probe
 THREADS = 8  # of a loader host, that read side by side
 BUSY = 0.7  # of a loader, or of a host's threads, at the trainers' pace: the rest is room for steps that cost more
 MAX_EVENTS = 5_000_000
+LEAST_WAIT = 0.01  # of a step: less is not worth a word
 
 
 @dataclass(slots=True)
@@ -54,6 +55,22 @@ class Ran:
     steps: tuple[Happened, ...]
     loader_hosts: int
     seconds: float  # of virtual time, over all steps
+    planner_s: float = 0.0  # that the planner was busy for a step: all it hears, plans, cuts and says
+    source: str = ""  # whose loaders have most to do
+    source_s: float = 0.0  # that each of them is busy for a step
+    source_loaders: int = 1
+
+    def why(self, pace_s: float) -> str:
+        """What trainers wait for at this pace, in words; empty where they hardly wait."""
+        if self.most("waited_s") < LEAST_WAIT * pace_s:
+            return ""
+        if self.source_s > max(pace_s, self.planner_s):
+            n = f"{self.source_loaders} loader{'s' * (self.source_loaders != 1)}"
+            why = f"a step takes each of its {n} {self.source_s:.2f} s, and it has no chunks for more (shuffle_chunks)"
+            return f"source {self.source!r}: {why}"
+        if self.planner_s > pace_s:
+            return f"the planner: a step takes it {self.planner_s:.2f} s"
+        return "reading that is uneven: nothing takes longer than a step on average"
 
     def median(self, what: str) -> float:
         return float(np.median([getattr(step, what) for step in self.steps]))
@@ -82,6 +99,11 @@ class FleetRun:
         hosting = plan_hosts(loads_of(blueprint), cores=fleet.loader_hosts, sources_per_host=fleet.sources_per_host, loaders=asked)
         self._made = made = blueprint.with_loaders(hosting.loaders, fleet.read_ahead)
         self._fleet, self._c, self._pace_s, self._clock = fleet, constants, pace_s, clock
+        by_loader = [
+            fleet.batch * load.share * probe.row_s / n for load, probe, n in zip(loads_of(blueprint), probes, hosting.loaders, strict=True)
+        ]
+        self._slowest, self._slowest_s = max(enumerate(by_loader), key=lambda found: found[1])
+        self._slowest_loaders, self._planner_s = hosting.loaders[self._slowest], 0.0
         self.planner = made.planner()
         self._loaders: list[Loader] = []
         self._readers: list[DummyReader] = []
@@ -159,7 +181,10 @@ class FleetRun:
         counted = [self.steps[s] for s in sorted(self.steps) if warm <= s <= self._trained] or list(self.steps.values())
         if not counted:
             raise DataStall("a step of the simulated fleet", self.now, 0)
-        return Ran(steps=tuple(counted), loader_hosts=self.n_hosts, seconds=self.now)
+        return Ran(
+            steps=tuple(counted), loader_hosts=self.n_hosts, seconds=self.now, planner_s=self._planner_s / len(self.steps),
+            source=self._made.job.names[self._slowest], source_s=self._slowest_s, source_loaders=self._slowest_loaders,
+        )  # fmt: skip
 
     # planner
 
@@ -170,6 +195,7 @@ class FleetRun:
         took = self._clock() - start
         stages = [command for command in commands if isinstance(command, Stage)]
         self._planner_free = began + took
+        self._planner_s += took
         for command in commands:
             match command:
                 case Stage():
@@ -187,14 +213,16 @@ class FleetRun:
         if not self._fleet.constructors:
             cuts = spread(cuts, self._groups)
         cut_s = self._clock() - start
+        said_s = self._c.link_s * (len(cuts.parts) + len(cuts.placed))
         self._planner_free += cut_s
+        self._planner_s += cut_s + said_s
         traffic = self._traffic(stage)
         step = self.steps[stage.plan.step] = Happened(began, plan_s, cut_s, int(traffic.sum()))
         heard = self._planner_free + self._c.call_s / 2 + self._c.link_s * np.arange(1, self.n_hosts + 1)  # one after another
         for loader in np.flatnonzero(stage.pops).tolist():
             pop = Pop(stage.plan.step, int(stage.pops[loader]))
             self._at(float(heard[self._host_of[loader]]), partial(self._loader, loader, pop))
-        self._planner_free += self._c.link_s * (len(cuts.parts) + len(cuts.placed))
+        self._planner_free += said_s
         start_at = np.maximum(self._sent, heard)
         last, self._sent, self._free = arrivals(
             start_at, traffic, self._node_of, free=self._free, link_s=self._c.link_s, bandwidth=self._c.bandwidth

@@ -52,6 +52,7 @@ class Cell:
     links: Links
     connecting_s: float
     ran: Ran
+    pace_s: float = 1.0  # of trainers
 
     @property
     def times_less(self) -> float:
@@ -70,7 +71,8 @@ class Cell:
             "connecting_s": self.connecting_s, "loader_hosts": ran.loader_hosts, "constructor_hosts": self.fleet.constructor_hosts,
             "planner": {"plan_s": ran.median("plan_s"), "cut_s": ran.median("cut_s"), "measured": True},
             "fetch_s": ran.median("latency_s"), "fetch_worst_s": ran.most("latency_s"), "waited_s": ran.median("waited_s"),
-            "payload_bytes": ran.median("nbytes"),
+            "payload_bytes": ran.median("nbytes"), "planner_busy_s": ran.planner_s, "slowest_source": ran.source,
+            "slowest_source_s": ran.source_s, "waits_for": ran.why(self.pace_s),
         }  # fmt: skip
 
 
@@ -145,5 +147,5 @@ def _cell(blueprint: Blueprint, fleet: Fleet, found: Measured, pace_s: float, cl
     return Cell(
         fleet=fleet, overlord=overlord(fleet, found.constants), colocated=colocated(fleet, found.constants),
         colocated_tp=colocated(fleet, found.constants, first_of_tp=True), links=connections(fleet),
-        connecting_s=connecting_s(fleet, found.constants), ran=ran,
+        connecting_s=connecting_s(fleet, found.constants), ran=ran, pace_s=pace_s,
     )  # fmt: skip
