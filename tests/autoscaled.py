@@ -24,7 +24,7 @@ def config(address: str, nodes: int) -> dict[str, Any]:
     lists = ("cluster_synced_files", "rsync_exclude", "rsync_filter", "initialization_commands", "setup_commands", "head_setup_commands")
     lists += ("worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands")
     return {
-        "cluster_name": "tests", "max_workers": nodes, "upscaling_speed": 10.0, "idle_timeout_minutes": 0.1,
+        "cluster_name": "tests", "max_workers": nodes, "upscaling_speed": 10.0, "idle_timeout_minutes": 5.0,
         "provider": {
             "type": "external", "module": "tests.autoscaled.Provider", "gcs_address": address, "use_node_id_as_ip": True,
             "disable_node_updaters": True, "disable_launch_config_check": True,

@@ -27,6 +27,8 @@ def status(address: str | None, debug: bool) -> None:
             console.print(
                 f"{job.name}: {job.state}; {job.steps} steps planned, {job.taken + 1} taken by all; {job.clients} clients", markup=False
             )
+            if not job.parts:
+                continue
             console.print(f"  trainers connect to {job.address}", markup=False, soft_wrap=True)
             table = Table("part", "node", "cores", "memory MB", "process", "state", box=None, pad_edge=False)
             for part in job.parts:

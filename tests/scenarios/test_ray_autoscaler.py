@@ -25,6 +25,7 @@ GROWS = """
         RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0",
         AUTOSCALER_UPDATE_INTERVAL_S="1", RAY_FAKE_CLUSTER="1", RAY_gcs_rpc_server_reconnect_timeout_s="5",
     )
+    import overlord as ov
     from tests.processes import WAIT_S, launch, play, run, until
     from tests.scenarios.test_scaling import ONE, job, loaders_apart
 
@@ -48,6 +49,24 @@ GROWS = """
         until(lambda: "will now block" in open("ray.log").read())
         return process, address, folder
 
+    def alone(address):
+        from overlord.runtime import ray_jobs
+        few = {"address": address, "hosts": 1, "sources_per_host": 2, "constructor_hosts": 1}
+        served = ray_jobs.submit(job(until=2), **few)
+        clients = [ov.connect(served.address, rank, token=served.token) for rank in range(2)]
+        print(sum(1 for _ in zip(*clients)), flush=True)
+        for client in clients:
+            client.close()
+        [over] = until(lambda: [j for j in ray_jobs.jobs(address) if j.state != "running"])
+        print(json.dumps([over.state, over.steps, over.taken, over.parts]), flush=True)
+        ray_jobs.submit(job(until=2), **few)  # the one that is over makes way
+        try:
+            ray_jobs.submit(job(until=2), **few)
+        except ov.JobError as error:
+            print(error, flush=True)
+        ray_jobs.stop("scaled", address)
+        print(ray_jobs.jobs(address), flush=True)
+
     def main():
         from overlord.runtime import ray_cluster
         calm = run(job(), "local")
@@ -66,6 +85,7 @@ GROWS = """
                 same = play(session, act={6: grow}) == calm
                 cores = [cores for name, (cores, _) in session._host._control.asked().items() if name.startswith("loader-host")]
                 print(json.dumps([told, same, cores, session.metrics()["recoveries"]]), flush=True)
+            alone(address)
         finally:
             process.terminate()
             process.wait(WAIT_S)
@@ -73,11 +93,15 @@ GROWS = """
 """
 
 
-def test_hosts_that_are_added_let_ray_add_nodes(tmp_path: Path) -> None:
+def test_hosts_that_are_added_let_ray_add_nodes_and_a_job_that_is_over_makes_way_for_the_next(tmp_path: Path) -> None:
     with program(tmp_path, GROWS) as there:
         told, same, cores, recoveries = json.loads(there.line())
         assert told == [3, 4], "a head without cores, a node each for the constructor and the loader host; one more for the new host"
         assert same, "to the byte"
         assert cores == [1.0, 1.0]
         assert recoveries == []
+        assert there.line() == "2"
+        assert json.loads(there.line()) == ["ended", 2, 1, []]
+        assert "a job called 'scaled' is running on this cluster; stop it first" in there.line()
+        assert there.line() == "[]"
         assert there.end(120)[0] == 0
