@@ -20,7 +20,8 @@ pytestmark = [
 ]
 
 GROWS = """
-    import ctypes, json, os, secrets, shutil, socket, subprocess, sys, tempfile
+    import contextlib, ctypes, json, os, secrets, shutil, socket, subprocess, sys, tempfile
+    from pathlib import Path
     os.environ.update(
         RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0",
         AUTOSCALER_UPDATE_INTERVAL_S="1", RAY_FAKE_CLUSTER="1", RAY_gcs_rpc_server_reconnect_timeout_s="5",
@@ -48,6 +49,13 @@ GROWS = """
             process = subprocess.Popen(command, stdout=said, stderr=said, preexec_fn=with_us)
         until(lambda: "will now block" in open("ray.log").read())
         return process, address, folder
+
+    def end_nodes(folder):
+        # The autoscaler starts nodes for good, and their monitors of logs do not notice that the head has gone.
+        for at in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if folder.encode() in at.read_bytes():
+                    os.kill(int(at.parent.name), 9)
 
     def alone(address):
         from overlord.runtime import ray_jobs
@@ -89,6 +97,7 @@ GROWS = """
         finally:
             process.terminate()
             process.wait(WAIT_S)
+            end_nodes(folder)
             shutil.rmtree(folder, ignore_errors=True)
 """
 
