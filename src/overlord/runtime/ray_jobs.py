@@ -118,7 +118,7 @@ class Keeper:
 
 def submit(job: Job, *, address: str | None, host: str = "", port: int = 0, token: str | None = None, **options: Any) -> Served:
     """Start a job that lives on when this process goes. ``host``: the interface to serve at; empty: that of the node it comes to."""
-    with ray_cluster.cluster(_wanted(address)):
+    with ray_cluster.cluster(_wanted(address, "submit")):
         _make_way(job.name)
         code = ray_cluster.pickled(job.name, (job, {"address": address, **options}))
         keeper = ray_cluster.keep(Keeper, job.name)
@@ -149,14 +149,14 @@ def _make_way(name: str) -> None:
 
 def jobs(address: str | None) -> list[Status]:
     """All that were submitted to a cluster and not stopped."""
-    with ray_cluster.cluster(_wanted(address)):
+    with ray_cluster.cluster(_wanted(address, "status")):
         names = {node.id: node.name or node.address for node in ray_cluster.CLUSTER.nodes()}
         return [_status(name, names) for name in ray_cluster.kept()]
 
 
 def stop(name: str, address: str | None) -> None:
     """End a job and all its parts; its journal, if it has one, says where it stood."""
-    with ray_cluster.cluster(_wanted(address)):
+    with ray_cluster.cluster(_wanted(address, "stop")):
         known = ray_cluster.kept()
         if name not in known:
             raise JobError([f"no job called {name!r}{did_you_mean(name, known) if known else '; there is none at all'}"], "stop")
@@ -176,10 +176,9 @@ def _status(name: str, nodes: Mapping[str, str]) -> Status:
         return Status(name=name, state=f"unknown: {fault}", address="", steps=0, taken=-1, clients=0, parts=())
 
 
-def _wanted(address: str | None) -> str:
+def _wanted(address: str | None, what: str) -> str:
     """A cluster of this machine alone would end with this process."""
     if address is None:
-        raise JobError(
-            ["address: wanted host:port of a Ray cluster's head; a job can only outlive a process on a cluster that does"], "launch"
-        )
+        said = "host:port of a Ray cluster's head (--address, or OVERLORD_CLUSTER)"
+        raise JobError([f"address: wanted {said}; jobs live by themselves only on a cluster that does"], what)
     return address
