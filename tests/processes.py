@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import overlord as ov
 from overlord.messages import SetMixture, Skip
 from overlord.simulation.engine import Add
@@ -24,6 +26,9 @@ PARTS = os.environ.get("OVERLORD_TEST_RUNTIME", "process")  # where tests of par
 # What those that os.kill hit are said to have died of: Ray does not tell a signal from a crash.
 KILLED = "killed by signal 9" if PARTS == "process" else "its process died without a word: it was killed, crashed or ran out of memory"
 EXITED = "exit code 3" if PARTS == "process" else KILLED
+ASKED = "killed by signal 9" if PARTS == "process" else "killed"  # of those that session.kill hit
+RUNTIMES = ["local", PARTS]
+on_process = pytest.mark.skipif(PARTS != "process", reason="about processes that this program forks; test_ray.py tells it of Ray's")
 # For whatever must come; nothing waits so long that goes well. A machine that others load heavily may need more for starts of Ray's.
 WAIT_S = float(os.environ.get("OVERLORD_TEST_WAIT_S", "30"))
 
@@ -132,6 +137,11 @@ def left_after(pids: list[int], seconds: float) -> list[int]:
     while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
+
+
+def hosts_left(pids: list[int], seconds: float) -> list[int]:
+    """Of a session that is closed; on a cluster that others use too they may wait for a host of their name."""
+    return left_after(pids, seconds) if PARTS == "process" else []
 
 
 def hosts_of(session: ov.Session) -> dict[str, int]:

@@ -27,6 +27,8 @@ def status(address: str | None, debug: bool) -> None:
             console.print(
                 f"{job.name}: {job.state}; {job.steps} steps planned, {job.taken + 1} taken by all; {job.clients} clients", markup=False
             )
+            if not job.parts:
+                continue
             console.print(f"  trainers connect to {job.address}", markup=False, soft_wrap=True)
             table = Table("part", "node", "cores", "memory MB", "process", "state", box=None, pad_edge=False)
             for part in job.parts:
@@ -34,9 +36,7 @@ def status(address: str | None, debug: bool) -> None:
                 table.add_row(f"  {part['name']}", part["node"], *kept, str(part["pid"]), part["state"])
             console.print(table)
             if crowded := [part["name"] for part in job.parts if part["name"] != "planner" and not part["cores"]]:
-                console.print(
-                    f"  no node had a core to spare for {', '.join(crowded)}: they take what is idle", markup=False, soft_wrap=True
-                )
+                console.print(f"  without cores of their own, since no node had any to spare: {', '.join(crowded)}", markup=False)
             for line in job.scaling:
                 console.print(f"  {line}", markup=False, soft_wrap=True)
         if not found:

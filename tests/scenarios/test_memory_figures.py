@@ -10,6 +10,7 @@ import pytest
 
 import overlord as ov
 from tests.corpus import write_rows
+from tests.processes import PARTS
 
 pytestmark = pytest.mark.timeout(120)
 ROWS = [{"tokens": list(range(1 + i % 40)), "n": i} for i in range(400)]
@@ -40,8 +41,8 @@ def figures(job: ov.Job, runtime: str, **options: Any) -> dict[str, Any]:
     ("runtime", "options", "roles"),
     [
         ("local", {}, {"session"}),
-        ("process", {"hosts": 2, "sources_per_host": 1}, {"session", "loaders", "constructors"}),
-        ("process", {"hosts": 2, "sources_per_host": 1, "shadows": "all"}, {"session", "loaders", "constructors"}),
+        (PARTS, {"hosts": 2, "sources_per_host": 1}, {"session", "loaders", "constructors"}),
+        (PARTS, {"hosts": 2, "sources_per_host": 1, "shadows": "all"}, {"session", "loaders", "constructors"}),
     ],
 )
 def test_every_process_counts_once_by_its_role_and_every_byte_by_its_source(
@@ -63,6 +64,6 @@ def test_every_process_counts_once_by_its_role_and_every_byte_by_its_source(
 
 def test_a_planner_with_a_process_of_its_own_counts_apart(tmp_path: Path) -> None:
     job = replace(job_of(tmp_path), journal=str(tmp_path / "journal"))
-    roles = figures(job, "process", hosts=1, constructor_hosts=1, memory="4GB")["memory"]["roles"]
+    roles = figures(job, PARTS, hosts=1, constructor_hosts=1, memory="4GB")["memory"]["roles"]
     assert set(roles) == {"session", "planner", "loaders", "constructors"}
     assert roles["planner"] > 2**20

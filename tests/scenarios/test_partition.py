@@ -13,7 +13,7 @@ from overlord.runtime.bootstrap import Blueprint, Options
 from overlord.runtime.probing import machine
 from overlord.scaling.profile import JobProfile, SourceProfile
 from tests.corpus import write_rows
-from tests.processes import Played, launch, play, run, until
+from tests.processes import RUNTIMES, Played, launch, play, run, until
 
 pytestmark = pytest.mark.timeout(120)
 COSTS = {"web": 1e-3, "code": 8e-2, "books": 3e-3}  # seconds of a sample: code is what the job is made of
@@ -71,7 +71,7 @@ def test_the_stream_is_the_same_whatever_was_measured(job: ov.Job, alone: Played
             assert play(session) == alone
 
 
-@pytest.mark.parametrize("runtime", ["local", "process"])
+@pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_job_goes_on_with_another_partition_than_it_was_saved_with(job: ov.Job, alone: Played, runtime: str, tmp_path: Path) -> None:
     keep(job, tmp_path, COSTS)
     with launch(job, runtime, cache_dir=tmp_path, hosts=3, **({"workers": 3} if runtime == "local" else {})) as session:

@@ -13,7 +13,7 @@ import pytest
 
 import overlord as ov
 from overlord.errors import DataStall, OverlordError
-from tests.processes import Played, halt, hosts_of, launch, left_after, play, run, until, written
+from tests.processes import RUNTIMES, Played, halt, hosts_left, hosts_of, launch, play, run, until, written
 from tests.scenarios.test_process import job, rows, source
 
 pytestmark = pytest.mark.timeout(120)
@@ -191,7 +191,7 @@ def test_metrics_tell_of_clients_elsewhere() -> None:
 def test_plans_graphs_and_explanations_are_those_of_one_process() -> None:
     made = job()
     answers = []
-    for runtime in ("local", "process"):
+    for runtime in RUNTIMES:
         with launch(made, runtime, loaders={"b": 2}, sources_per_host=1, hosts=4) as session:
             play(session, steps=4)
             graph, plan = session.graph(3), session.plan(3)
@@ -228,7 +228,7 @@ def test_two_sessions_in_one_process_and_one_launched_in_a_thread() -> None:
     wanted = [run(made, "local"), run(other, "local")]
     assert [[g[i] for g in got] for i in range(4)] == [steps for w in wanted for steps in w.steps.values()]
     assert outcome == [wanted[1]]
-    assert not left_after(left, 2.0)
+    assert not hosts_left(left, 2.0)
 
 
 def test_a_long_run_uses_the_memory_of_a_short_one() -> None:

@@ -18,14 +18,31 @@ import pytest
 
 import overlord as ov
 from overlord.errors import ActorLost, JobError, OverlordError, SourceError
-from tests.processes import Played, hosts_of, launch, left_after, play, program, run, until, written
+from tests.processes import (
+    ASKED,
+    EXITED,
+    KILLED,
+    PARTS,
+    Played,
+    hosts_left,
+    hosts_of,
+    launch,
+    left_after,
+    on_process,
+    play,
+    program,
+    run,
+    until,
+    written,
+)
 from tests.scenarios.test_process import job, rows, source
 from tests.worlds import Rows
 
 pytestmark = pytest.mark.timeout(120)
 
 ENDS: dict[str, Any] = {"failover": False}  # a lost part ends the job
-SOON_S = 3.0  # a death is told in tens of milliseconds; machines are noisy
+OPENED_NOT = ActorLost if PARTS == "process" else ImportError  # Ray opens code in our hands, and what it raises comes here
+SOON_S = 3.0 if PARTS == "process" else 20.0  # a death is told in tens of milliseconds; machines are noisy
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +86,13 @@ def test_a_loader_host_that_is_killed_ends_the_job_at_the_same_step_for_all(alon
         assert time.monotonic() - start < SOON_S
         for rank, (steps, error) in ends.items():
             assert isinstance(error, ActorLost)
-            assert (error.name, error.reason) == ("loader-host/1", "killed by signal 9")
+            assert (error.name, error.reason) == ("loader-host/1", KILLED)
             assert before.steps[rank] + steps == alone.steps[rank][: 5 + len(steps)]
         assert len(ends[0][0]) == len(ends[1][0]) == 4, "what was complete was delivered, to all"
         states = {a["name"]: a["state"] for a in session.metrics()["actors"] if a["role"] == "host"}
-        assert states.pop("loader-host/1") == "killed by signal 9"
+        assert states.pop("loader-host/1") == KILLED
         assert set(states.values()) == {"running"}
-    assert not left_after(list(hosts.values()), SOON_S)
+    assert not hosts_left(list(hosts.values()), SOON_S)
 
 
 @pytest.mark.parametrize("victim", ["loader-host/0", "constructor-host/1"])
@@ -90,7 +107,7 @@ def test_a_host_that_is_killed_while_all_wait_for_it(alone: Played, victim: str)
         os.kill(hosts[victim], signal.SIGKILL)
         for thread in threads:
             thread.join(SOON_S)
-        assert {rank: (e.name, e.reason) for rank, (_, e) in ends.items()} == dict.fromkeys(range(2), (victim, "killed by signal 9"))
+        assert {rank: (e.name, e.reason) for rank, (_, e) in ends.items()} == dict.fromkeys(range(2), (victim, KILLED))
         for rank, (steps, _) in ends.items():
             assert [step[0] for step in steps] == list(range(len(steps)))
             assert steps[:40] == alone.steps[rank][: len(steps)]
@@ -106,12 +123,12 @@ def test_clients_of_a_constructor_host_that_is_killed_hand_out_what_they_have_an
         assert time.monotonic() - start < SOON_S
         for rank, (steps, error) in ends.items():
             assert isinstance(error, ActorLost)
-            assert (error.name, error.reason) == ("constructor-host/1", "killed by signal 9")
+            assert (error.name, error.reason) == ("constructor-host/1", ASKED)
             assert before.steps[rank] + steps == alone.steps[rank][: 5 + len(steps)]
             assert len(steps) == 4, "the prefetch window was full"
         with pytest.raises(JobError, match="no process of this job is called 'x'; there are loader-host/0"):
             session.kill("x")
-    assert not left_after(list(hosts.values()), SOON_S)
+    assert not hosts_left(list(hosts.values()), SOON_S)
 
 
 SERVED = """
@@ -134,6 +151,7 @@ def fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@on_process
 def test_clients_elsewhere_outlive_the_session_with_what_they_have_and_nothing_else_does(
     tmp_path: Path, alone: Played, caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
@@ -162,6 +180,7 @@ def test_clients_elsewhere_outlive_the_session_with_what_they_have_and_nothing_e
     assert "memfd:overlord" not in Path("/proc/self/maps").read_text(), "no shared memory stays mapped"
 
 
+@on_process
 def test_a_session_that_closes_tells_clients_elsewhere(tmp_path: Path) -> None:
     with program(tmp_path, SERVED) as server:
         address, token, *pids = server.line().split()
@@ -199,6 +218,7 @@ def trains(launch: str, then: str, stop: int = 3) -> str:
 PLAIN = 'session = ov.launch(job(until=10**6), runtime="process")'
 
 
+@on_process
 def test_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
     with program(tmp_path, scoped()) as trainer:
         pids = list(map(int, trainer.line().split()))
@@ -228,6 +248,7 @@ def scoped() -> str:
 """
 
 
+@on_process
 @pytest.mark.parametrize(
     "then", ["return", "del session; return", "sys.exit(0)", "session.close(); session.close(); return"],
     ids=["kept", "forgotten", "exit", "closed twice"],
@@ -257,9 +278,10 @@ def test_closing_ends_whoever_waits_in_another_thread(tmp_path: Path) -> None:
     [(steps, error)] = ended
     assert steps == []
     assert str(error) == "the session is closed"
-    assert not left_after(hosts, SOON_S)
+    assert not hosts_left(hosts, SOON_S)
 
 
+@on_process
 def test_sessions_leave_no_open_file_and_no_thread() -> None:
     with launch(job(until=3)) as session:
         play(session)
@@ -295,6 +317,7 @@ def with_map(fn: Any, **settings: Any) -> ov.Source:
     return ov.Source("m", rows(60, 0), transforms=[ov.Map(fn, **settings), ov.Tokens("tokens")], epochs=None)
 
 
+@on_process
 def test_code_that_cannot_be_sent_is_refused_at_launch_and_leaves_nothing() -> None:
     before = threading.active_count()
     with pytest.raises(JobError, match=r"source 'm': cannot be sent to another process: .*lambda.*use functions of a module"):
@@ -304,6 +327,7 @@ def test_code_that_cannot_be_sent_is_refused_at_launch_and_leaves_nothing() -> N
     until(lambda: threading.active_count() <= before)
 
 
+@on_process
 def test_a_function_of_a_notebook_is_refused_with_its_name_and_a_hook_as_a_hook(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"tokens": [1, 2]}\n' * 20)
     text = (
@@ -324,6 +348,7 @@ def test_a_tokenizer_that_is_missing_is_told_at_launch(tmp_path: Path) -> None:
         launch(job(sources=[texts]))
 
 
+@on_process
 def test_a_program_that_launches_when_it_is_imported_is_told_how_to_be(tmp_path: Path) -> None:
     """Only one that sends something defined in it: else its hosts never import it."""
     with program(tmp_path, trains(PLAIN, "return"), guarded=False) as trainer:
@@ -340,7 +365,7 @@ def test_a_source_that_cannot_be_opened_does_not_join_and_the_job_goes_on(alone:
     with launch(job(until=200)) as session:
         first = play(session, steps=3)
         for _ in range(2):
-            with pytest.raises(ActorLost, match=r"loader-host/. is lost: its process ended before it could start"):
+            with pytest.raises(OPENED_NOT, match=r"its process ended before it could start|no module named 'mine'"):
                 session.add_source(with_map(Broken()))
         assert "m" not in session.metrics()["sources"]
         then = play(session, steps=10)
@@ -369,7 +394,7 @@ def ends_program(columns: Any) -> Any:
 def test_a_transform_that_ends_its_process_ends_the_job_for_all(fn: Any) -> None:
     with launch(job(sources=[with_map(fn, rows=fn is ends_later), source("a", 60, 1000)]), **ENDS) as session:
         ends = ends_of(session)
-    assert {str(error) for _, error in ends.values()} == {"loader-host/0 is lost: exit code 3"}
+    assert {str(error) for _, error in ends.values()} == {f"loader-host/0 is lost: {EXITED}"}
     assert len({len(steps) for steps, _ in ends.values()}) == 1
 
 

@@ -19,7 +19,7 @@ from overlord.errors import ActorLost, LinkRefused, OverlordError
 from overlord.messages import Attach, Finish, Handed, Payload, Took
 from overlord.recovery import STRIDE
 from overlord.sample import Ragged
-from tests.processes import Played, hosts_of, launch, left_after, play, run, until
+from tests.processes import Played, hosts_left, hosts_of, launch, play, run, until
 from tests.scenarios.test_process import job, source
 
 pytestmark = pytest.mark.timeout(120)
@@ -191,7 +191,7 @@ def test_a_wrong_token_opens_nothing(session: ov.Session, alone: Played, caplog:
     assert token not in caplog.text
     hosts = list(hosts_of(session).values())
     session.close()
-    assert not left_after(hosts, 3.0)
+    assert not hosts_left(hosts, 3.0)
 
 
 def sent_as_it_is(link: Link, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,15 @@ def test_two_jobs_side_by_side_have_parts_of_their_own(calm: Played, ray_cluster
         assert play(one) == calm
 
 
+def test_whoever_asks_for_more_than_there_is_hears_what_is_waited_for(ray_cluster: None) -> None:
+    with rays.control() as control:
+        greedy = control.spawn(dict, name="greedy", resources={"cpus": 1000.0})
+        wanted = r"for greedy to be started, on a node with 1000 cores and 0 MB idle \(there are .* cores and \d+ MB\): an autoscaler"
+        with pytest.raises(ov.DataStall, match=wanted):
+            control.get(control.call(greedy, "keys"), 0.1)
+        control.kill(greedy)
+
+
 # a cluster of one's own
 
 OWN = """

@@ -115,7 +115,6 @@ HURRIED = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(PARTS != "process", reason="hosts of this machine")
 def test_a_heavy_source_gets_hosts_by_itself_when_the_mixture_gives_it_more(alone: Played) -> None:
     """The scaler's own decisions, hurried: who gets what depends on how fast this machine is, the stream does not."""
     with launch(job(), autoscale=HURRIED, **ONE) as session:
@@ -127,7 +126,6 @@ def test_a_heavy_source_gets_hosts_by_itself_when_the_mixture_gives_it_more(alon
     assert all(d["words"] for d in told["decisions"])
 
 
-@pytest.mark.skipif(PARTS != "process", reason="hosts of this machine")
 def test_no_host_is_added_for_which_there_is_no_memory(alone: Played) -> None:
     with launch(job(), autoscale={**HURRIED, "memory_bytes": 2**20}, **ONE) as session:
         found = play(session, act={20: lambda s: until(lambda: s.metrics()["scaling"]["host_bytes"])})

@@ -21,7 +21,7 @@ from overlord.errors import StorageError
 from overlord.messages import Refill, SourceLost
 from tests.corpus import write_rows
 from tests.mounts import HANGS, fail, hang, let_go, mounted
-from tests.processes import hosts_of, until
+from tests.processes import PARTS, RUNTIMES, hosts_of, until
 from tests.storejobs import BIG, FORMATS, delivered, in_order, source
 
 pytestmark = pytest.mark.timeout(120)
@@ -157,7 +157,7 @@ def mended_later(session: ov.Session, mend: Callable[[], None], tries: int = 2) 
 
 
 RUNS = [(fault, format, "local") for fault in FAULTS for format in FORMATS]
-RUNS += [(fault, format, "process") for fault, format in zip(("removed", "a pipe", "cut short", "unplugged"), FORMATS, strict=True)]
+RUNS += [(fault, format, PARTS) for fault, format in zip(("removed", "a pipe", "cut short", "unplugged"), FORMATS, strict=True)]
 
 
 @pytest.mark.parametrize(("fault", "format", "runtime"), RUNS, ids=["-".join(r).replace(" ", "_") for r in RUNS])
@@ -198,7 +198,7 @@ def switches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 MOUNTED = [(fault, format, "local") for fault in ("EIO", "short") for format in FORMATS]
-MOUNTED += [(fault, FORMATS[k % 4], "local") for k, fault in enumerate(MOUNT_FAULTS[1:-1])] + [("ESTALE", "tar", "process")]
+MOUNTED += [(fault, FORMATS[k % 4], "local") for k, fault in enumerate(MOUNT_FAULTS[1:-1])] + [("ESTALE", "tar", PARTS)]
 
 
 @pytest.mark.parametrize(("fault", "format", "runtime"), MOUNTED, ids=["-".join(r) for r in MOUNTED])
@@ -219,7 +219,7 @@ def test_a_mount_that_fails_for_a_while_costs_time_and_nothing_else(
     assert found["given_up"] == 0
 
 
-@pytest.mark.parametrize("runtime", ["local", "process"])
+@pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_read_that_hangs_is_named_by_who_waits_for_it_and_goes_on_when_it_can(
     corpora: dict[str, Path], undisturbed: dict[str, list[Any]], switches: Path, runtime: str
 ) -> None:
@@ -253,7 +253,7 @@ def test_when_the_host_of_files_that_are_gone_is_lost_too_whoever_waits_is_told_
 ) -> None:
     said, where = list[str](), files("parquet")
     options = {"stall_limit_s": 60, "stall_warn_s": 0.2, "on_stall": lambda words, seconds: said.append(words)}
-    with ov.launch(in_order(str(where), "parquet"), runtime="process", prefetch=4, read_ahead=1, **options) as session:
+    with ov.launch(in_order(str(where), "parquet"), runtime=PARTS, prefetch=4, read_ahead=1, **options) as session:
         client = session.client(0)
         got, mend = [next(client), next(client)], unplugged(where)
         session.kill("loader-host/0")
@@ -306,7 +306,7 @@ LASTING = [
 ]
 
 
-@pytest.mark.parametrize("runtime", ["local", "process"])
+@pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize(("fault", "format", "says"), LASTING, ids=[f"{fault}-{format}" for fault, format, _ in LASTING])
 def test_files_that_stay_broken_end_the_job_with_what_was_tried(
     files: Callable[[str], Path], undisturbed: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch, fault: str, format: str, says: str,
@@ -323,7 +323,7 @@ def test_files_that_stay_broken_end_the_job_with_what_was_tried(
     assert got == undisturbed[format][: len(got)]
 
 
-@pytest.mark.parametrize("runtime", ["local", "process"])
+@pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_read_that_never_ends_is_given_up_and_what_it_finds_later_is_dropped(
     corpora: dict[str, Path], undisturbed: dict[str, list[Any]], switches: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
 ) -> None:
@@ -393,7 +393,7 @@ def take_until_left(session: ov.Session, where: Path) -> tuple[list[ov.Step], di
     return got, told, mend
 
 
-@pytest.mark.parametrize(("runtime", "journal"), [("local", False), ("local", True), ("process", False), ("process", True)])
+@pytest.mark.parametrize(("runtime", "journal"), [("local", False), ("local", True), (PARTS, False), (PARTS, True)])
 def test_a_source_that_may_leave_does_so_at_a_step_of_the_log_and_every_run_after_does_the_same(
     files: Callable[[str], Path], corpora: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: str, journal: bool
 ) -> None:
@@ -427,7 +427,7 @@ def test_a_source_that_may_leave_does_so_at_a_step_of_the_log_and_every_run_afte
 
 
 @pytest.mark.parametrize("still", ["there again", "not there", "half there"])
-@pytest.mark.parametrize("runtime", ["local", "process"])
+@pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_journal_remembers_who_left_when_everything_is_killed_and_does_not_need_it_to_be_there(
     files: Callable[[str], Path], corpora: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, still: str, runtime: str
 ) -> None:
@@ -466,7 +466,7 @@ def test_a_source_that_left_stays_away_when_parts_are_lost_and_all_goes_back(
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
     where = files("parquet")
     made = mixed(where, corpora, journal=str(tmp_path / "journal") if journal else None)
-    with ov.launch(made, runtime="process", stall_limit_s=60) as session:
+    with ov.launch(made, runtime=PARTS, stall_limit_s=60) as session:
         client = session.client(0)
         got, mend = [next(client), next(client)], unplugged(where)
         lost = 10**6
@@ -490,7 +490,7 @@ def test_steps_before_it_left_come_again_with_it_and_those_behind_without(
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
     where = files("parquet")
     made = mixed(where, corpora)
-    with ov.launch(made, runtime="process", stall_limit_s=60) as session:
+    with ov.launch(made, runtime=PARTS, stall_limit_s=60) as session:
         got, told, mend = take_until_left(session, where)
         session.kill("constructor-host/0")
         got += list(session.client(0))
@@ -500,7 +500,7 @@ def test_steps_before_it_left_come_again_with_it_and_those_behind_without(
     assert delivered(got) == delivered(replayed.steps[0])
 
 
-@pytest.mark.parametrize("runtime", ["local", "process"])
+@pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_journal_has_the_event_before_a_step_is_planned_with_it(
     files: Callable[[str], Path], corpora: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: str
 ) -> None:

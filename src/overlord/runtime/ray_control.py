@@ -34,7 +34,6 @@ KILLED = "killed"
 KILL_S = 8.0  # for Ray to say that an actor is gone
 CUT_S = 1.0  # between the end of a link and Ray's word that the process died, in either order
 ROOM_S = 10.0  # for a node with room: whoever waits longer is told for what
-NO_PROCESS = "Ray has no process for it yet"
 SILENT_S = 6.0  # for Ray to say that one that was killed is gone; without a head it may say nothing
 
 
@@ -135,13 +134,14 @@ class RayControl(Peers):
 
     def _tell_that_it_waits(self, record: RayRecord) -> None:
         if record.link is None and record.reason is None and not self._closed:
-            log.warning("%s waits for %s", record.name, no_room(record.place, self.nodes()))
+            log.warning("%s waits for %s", record.name, no_room(record.place, CLUSTER.nodes()))
 
     def _whom(self, future: Future[Any]) -> str:
         if isinstance(future, Answer):
             for record in self._living():
                 if record.name == future.actor and record.link is None:
-                    return f"{record.name} to be started: " + (no_room(record.place, self.nodes()) if record.place.waits else NO_PROCESS)
+                    where = f"on {no_room(record.place, CLUSTER.nodes())}" if record.place.waits else "for which Ray has no process yet"
+                    return f"{record.name} to be started, {where}"
         return super()._whom(future)
 
     def _key(self, record: RayRecord) -> Key:
@@ -246,8 +246,8 @@ class RayControl(Peers):
 def no_room(place: Place, nodes: Sequence[Node]) -> str:
     """What is waited for where Ray was asked for more than any node has idle."""
     idle = ", ".join(f"{n.name or n.address} {n.idle_cores:g} cores and {n.idle_memory / 2**20:.0f} MB" for n in nodes)
-    wanted = f"{place.num_cpus:g} core and {(place.memory or 0.0) / 2**20:.0f} MB"
-    return f"a node with {wanted} idle ({idle or 'there is no node'}); an autoscaler may add one, without reserve nobody waits for it"
+    wanted = f"{place.num_cpus:g} core{'s' * (place.num_cpus != 1)} and {(place.memory or 0.0) / 2**20:.0f} MB"
+    return f"a node with {wanted} idle (there are {idle or 'none'}): an autoscaler may add one; without reserve=True it takes what is idle"
 
 
 def _after(seconds: float, act: Callable[[], None]) -> None:

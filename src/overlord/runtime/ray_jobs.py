@@ -6,13 +6,15 @@ that reaches the cluster.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from overlord.errors import JobError, OverlordError
+from overlord.errors import DataStall, JobError, OverlordError
 from overlord.job import Job, did_you_mean
 from overlord.runtime import ray_cluster
 from overlord.runtime.serving import Served
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 START_S = 180.0  # for a session to be there: files are indexed, hosts open their sources
 ASK_S = 20.0
 STOP_S = 30.0
+STARTING, RUNNING = "starting", "running"
+OVER = ("ended", "failed", "stopped")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,8 @@ class Keeper:
     def __init__(self) -> None:
         self._session: Session | None = None
         self._served: Served | None = None
-        self._state, self._name = "starting", ""
+        self._state, self._name = STARTING, ""
+        self._last: dict[str, int] = {}  # how far it came, once it is over
 
     def begin(self, path: tuple[str, ...], code: bytes, host: str, port: int, token: str | None) -> tuple[str, str]:
         """Launch and serve: where trainers connect, and what they show."""
@@ -56,7 +61,7 @@ class Keeper:
         self._name = job.name
         self._session = session = ov.launch(job, runtime="ray", **options)
         self._served = session.serve(host=host or ray_cluster.here(), port=port, token=token)
-        self._state = "running"
+        self._state = RUNNING
         threading.Thread(target=self._attend, args=(session,), name="overlord-attend", daemon=True).start()
         return self._served.address, self._served.token
 
@@ -66,9 +71,13 @@ class Keeper:
 
         try:
             attend(session, lambda line: None)
-            self._state = "ended"
+            state = "ended"
         except Exception as fault:
-            self._state = f"failed: {type(fault).__name__}: {fault}"
+            state = f"failed: {type(fault).__name__}: {fault}"
+        with contextlib.suppress(OverlordError):
+            steps = session.metrics()["planned_steps"]
+            self._last = {"steps": steps, "taken": steps - 1 if state == "ended" else session._told}
+        self._state = state
         session.close()
 
     def status(self) -> dict[str, Any]:
@@ -82,8 +91,8 @@ class Keeper:
             "clients": 0,
             "parts": (),
         }
-        if session is None or self._state != "running":
-            return told
+        if session is None or self._state != RUNNING:
+            return told | self._last
         from overlord.observe.tables import scaling_facts
 
         figures = session.metrics()
@@ -109,9 +118,8 @@ class Keeper:
 
 def submit(job: Job, *, address: str | None, host: str = "", port: int = 0, token: str | None = None, **options: Any) -> Served:
     """Start a job that lives on when this process goes. ``host``: the interface to serve at; empty: that of the node it comes to."""
-    with ray_cluster.cluster(_wanted(address)):
-        if job.name in ray_cluster.kept():
-            raise JobError([f"a job called {job.name!r} runs on this cluster; stop it first, or give this one another name"], "submit")
+    with ray_cluster.cluster(_wanted(address, "submit")):
+        _make_way(job.name)
         code = ray_cluster.pickled(job.name, (job, {"address": address, **options}))
         keeper = ray_cluster.keep(Keeper, job.name)
         try:
@@ -124,16 +132,31 @@ def submit(job: Job, *, address: str | None, host: str = "", port: int = 0, toke
             raise
 
 
+def _make_way(name: str) -> None:
+    """For a job of this name: one that is over goes, all others stay."""
+    if name not in ray_cluster.kept():
+        return
+    before = _status(name, {})
+    if before.state.partition(":")[0] not in OVER:
+        raise JobError([f"a job called {name!r} is {before.state} on this cluster; stop it first, or give this one another name"], "submit")
+    ray_cluster.kill(ray_cluster.kept_by(name))
+    deadline = time.monotonic() + STOP_S
+    while name in ray_cluster.kept():
+        if time.monotonic() > deadline:
+            raise DataStall(f"the job called {name!r} to go, which is over ({before.state})", STOP_S)
+        time.sleep(0.05)
+
+
 def jobs(address: str | None) -> list[Status]:
     """All that were submitted to a cluster and not stopped."""
-    with ray_cluster.cluster(_wanted(address)):
+    with ray_cluster.cluster(_wanted(address, "status")):
         names = {node.id: node.name or node.address for node in ray_cluster.CLUSTER.nodes()}
         return [_status(name, names) for name in ray_cluster.kept()]
 
 
 def stop(name: str, address: str | None) -> None:
     """End a job and all its parts; its journal, if it has one, says where it stood."""
-    with ray_cluster.cluster(_wanted(address)):
+    with ray_cluster.cluster(_wanted(address, "stop")):
         known = ray_cluster.kept()
         if name not in known:
             raise JobError([f"no job called {name!r}{did_you_mean(name, known) if known else '; there is none at all'}"], "stop")
@@ -153,10 +176,9 @@ def _status(name: str, nodes: Mapping[str, str]) -> Status:
         return Status(name=name, state=f"unknown: {fault}", address="", steps=0, taken=-1, clients=0, parts=())
 
 
-def _wanted(address: str | None) -> str:
+def _wanted(address: str | None, what: str) -> str:
     """A cluster of this machine alone would end with this process."""
     if address is None:
-        raise JobError(
-            ["address: wanted host:port of a Ray cluster's head; a job can only outlive a process on a cluster that does"], "launch"
-        )
+        said = "host:port of a Ray cluster's head (--address, or OVERLORD_CLUSTER)"
+        raise JobError([f"address: wanted {said}; jobs live by themselves only on a cluster that does"], what)
     return address
