@@ -294,6 +294,17 @@ def test_time_that_was_waited_and_rows_that_nobody_drew_are_no_cost_of_a_source(
     assert (web.sample_s, web.cost_s, web.waited_s) == pytest.approx((14.0 / 100, 0.3 / 100, 13.7 / 100))
 
 
+def test_a_source_that_is_seldom_drawn_from_counts_when_enough_of_it_has_come_together(corpus: Path) -> None:
+    counted = {"samples": 0.0}
+    with blueprint(job(source(corpus)), cache_dir=corpus / "c") as ready:
+        row = {"source": "web", "loader": 0, "tokens": 4.0, "transform_s": 1.0, "core_s": 1.0}
+        refresher = profiles.Refresher(ready, lambda: {"loaders": [row | counted]})
+        for samples, known in ((40.0, 0), (60.0, 0), (100.0, 100), (130.0, 100), (170.0, 170)):
+            counted["samples"] = samples
+            found = refresher.refresh().sources.get("web")
+            assert (0 if found is None else found.samples) == known
+
+
 def test_what_loaders_measure_refreshes_what_is_kept(corpus: Path) -> None:
     made = job(source(corpus), source(corpus, "slow", ov.Map(lasting, rows=True), ov.Tokens("tokens")), until=20, journal=corpus / "j")
     with ov.launch(made) as session:

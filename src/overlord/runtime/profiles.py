@@ -157,7 +157,8 @@ class Refresher:
         self._path, self._figures = path_of(blueprint.given, blueprint.options.cache_dir), figures
         self._fingerprints, self._machine = fingerprints(blueprint), machine()
         self.profile: JobProfile = blueprint.profile or JobProfile()
-        self._before: dict[tuple[str, int], dict[str, float]] = {}
+        self._before: dict[tuple[str, int], dict[str, float]] = {}  # what each loader had counted when it was asked last
+        self._sums: dict[str, dict[str, float]] = {}  # of sources, since they were last merged
         self._over, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="overlord-profile", daemon=True)
 
@@ -192,14 +193,15 @@ class Refresher:
         """The profile with what was measured since the last time."""
         rows = self._figures()["loaders"]
         with self._lock:
-            new = [p for p in self._since(rows) if p.samples >= FEWEST]
+            new = self._since(rows)
             if new:
                 self.profile = self.profile.merge(JobProfile.of(new, self._machine))
                 save(self._path, self.profile)
             return self.profile
 
     def _since(self, rows: Sequence[Mapping[str, Any]]) -> list[SourceProfile]:
-        sums: dict[str, dict[str, float]] = {}
+        """Of sources of which enough has come together; what there is of the others is kept until then."""
+        buffers: dict[str, int] = {}
         for row in rows:
             now = {n: float(row.get(n, 0)) for n in ("samples", "tokens", "read_asked_s", "transform_s", "core_s")}
             if not now["samples"]:  # nothing yet, or its host does not answer
@@ -208,16 +210,17 @@ class Refresher:
             if now["samples"] < before.get("samples", 0.0):  # it was started again, and counts from nothing
                 before = {}
             self._before[row["source"], row["loader"]] = now
-            mine = sums.setdefault(row["source"], dict.fromkeys((*now, "buffer"), 0.0))
+            mine = self._sums.setdefault(row["source"], dict.fromkeys(now, 0.0))
             for n, value in now.items():
                 mine[n] += value - before.get(n, 0.0)
-            mine["buffer"] += row.get("ready_bytes", 0) + row.get("kept_bytes", 0)
-        return [self._of(name, s) for name, s in sums.items() if name in self._fingerprints and s["samples"]]
+            buffers[row["source"]] = buffers.get(row["source"], 0) + row.get("ready_bytes", 0) + row.get("kept_bytes", 0)
+        enough = [name for name, s in self._sums.items() if name in self._fingerprints and s["samples"] >= FEWEST]
+        return [self._of(name, self._sums.pop(name), buffers.get(name, 0)) for name in enough]
 
-    def _of(self, name: str, sums: Mapping[str, float]) -> SourceProfile:
+    def _of(self, name: str, sums: Mapping[str, float], buffer_bytes: int) -> SourceProfile:
         n = sums["samples"]
         return SourceProfile(
             name=name, fingerprint=self._fingerprints[name], samples=int(n), read_s=max(0.0, sums["read_asked_s"]) / n,
             transform_s=max(0.0, sums["transform_s"]) / n, core_s=max(0.0, sums["core_s"]) / n,
-            tokens=max(0.0, sums["tokens"]) / n, buffer_bytes=int(sums["buffer"]),
+            tokens=max(0.0, sums["tokens"]) / n, buffer_bytes=buffer_bytes,
         )  # fmt: skip
