@@ -36,6 +36,7 @@ TESTS = {
         "properties/test_views.py", *LAWS,
     ),
     "runtime": ("unit/test_golden.py", *LAWS),
+    "scaling": ("unit/test_scaler.py", "properties/test_scaling.py", "properties/test_memory_budget.py", "properties/test_partition.py"),
     "transforms": ("unit/test_imagefile.py", "unit/test_pixels.py", "unit/test_images.py", "properties/test_images.py"),
 }  # fmt: skip
 # Finding a fault is enough here; to shrink the example takes minutes. The database would carry finds from one fault to the next.
@@ -59,6 +60,57 @@ def _at(file: str, *faults: tuple[str, str, str]) -> list[Mutation]:
 
 
 MUTATIONS = [
+    *_at(
+        "scaling/partition.py",
+        (
+            "loaders of a source on one host without bound",
+            "if most is None:\n            return True",
+            "return True\n        if most is None:\n            return True",
+        ),
+        ("loaders that only wait stay", "return self._told(self._trimmed(best))", "return self._told(best)"),
+        (
+            "trimmed though it breaks per_actor",
+            "return new if as_good and self._allowed(hosting) else best",
+            "return new if as_good else best",
+        ),
+        ("trimmed though slower", "as_good = new.seconds <= best.seconds * (1 + CLOSE) and self", "as_good = self"),
+        ("loaders by level only", "for wanted in (self._by_level, self._by_share)", "for wanted in (self._by_level,)"),
+        ("loaders by share only", "for wanted in (self._by_level, self._by_share)", "for wanted in (self._by_share,)"),
+        ("loaders never share a host", "while self.resources.memory_bytes is not None and room > 1", "while False"),
+        ("on one host per_actor bounds nothing", "here = self.per_actor if self.together else None", "here = None"),
+    ),
+    *_at(
+        "scaling/sharing.py",
+        ("a crowded host is not spared", "0.5 if h in crowded else 1.0", "1.0"),
+        ("hosts of the launch do not stay first", "(not others.get(h), not first(h), h)", "(not others.get(h), h)"),
+        ("shares pile up on one host", "mine[k % n]", "mine[min(k, n - 1)]"),
+    ),
+    *_at(
+        "scaling/scaler.py",
+        ("who only waits would take any number of steps", "max(seconds - waited, seconds / 20)", "max(seconds - waited, 1e-9)"),
+        ("more hosts though nobody waits", "and (need.later > need.now or self.waited > 0.01 or self._is_busy(s, observed))", ""),
+        ("full hosts do not count before somebody waits", "or self.waited > 0.01 or self._is_busy(s, observed)", "or self.waited > 0.01"),
+        ("as many given back as meet the target", "hosts = need.fewest(self.limits.low)\n", "hosts = need.fewest(self.limits.target)\n"),
+        ("all of a crowded host are named", "if crowded & set(s.hosts):", "if False:"),
+        (
+            "two changes at a time",
+            "*(ups[:1] or self._downs(observed, needs, now, pressed=self._is_pressed())[:1])",
+            "*ups[:1], *self._downs(observed, needs, now, pressed=self._is_pressed())[:1]",
+        ),
+        (
+            "too few hosts are added",
+            "need.most / self.limits.target - need.room) / need",
+            "need.most / self.limits.high - need.room) / need",
+        ),
+        ("named once for ever", "known.short = known.short if known.fine < self.limits.idle_patience else 0", "pass"),
+        ("storage is blamed though nobody waits", "return self.waited > 0.1 and known.waited_for > 0", "return known.waited_for > 0"),
+        ("read-ahead follows every change", "if steps >= 2 * was or 2 * steps < was:", "if steps != was:"),
+    ),
+    *_at(
+        "scaling/budget.py",
+        ("constructor hosts cost nothing", "+ constructor_hosts * BUILDER_BYTES", ""),
+        ("each host gets the whole ring", "return self.shared_bytes // max(1, self.hosts)", "return self.shared_bytes"),
+    ),
     *_at(
         "planner/draw.py",
         ("the may rule forgotten", "if owed[i] > UNIT * counts[i]] or weighted", "] or weighted"),

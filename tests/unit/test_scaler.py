@@ -151,3 +151,93 @@ def test_hosts_must_idle_so_many_looks_in_a_row_before_they_are_given_back() -> 
     assert told(scaler, look(seen(lanes=0.6, hosts=(0, 1))), 3) == []
     assert told(scaler, look(seen(lanes=0.0, hosts=(0, 1))), 2, first=4) == []
     assert len(told(scaler, look(seen(lanes=0.0, hosts=(0, 1))), 1, first=6)) == 1
+
+
+def test_a_source_on_three_hosts_is_busy_when_half_of_all_three_is() -> None:
+    assert told(Scaler(LIMITS), look(seen(hosts=(0, 1, 2), drawn=1000.0, read=100.0, lanes=0.6)), 6) == []
+
+
+def test_the_heaviest_of_a_crowded_host_goes_elsewhere_and_the_others_wait_for_the_room_it_leaves() -> None:
+    crowd = look(seen("a", lanes=0.5), seen("z", lanes=0.7), waited_s=0.2)
+    assert [(type(d), d.source) for d in told(Scaler(LIMITS), crowd, 2)] == [(Scale, "z")]
+    found = told(Scaler(replace(LIMITS, cores=1)), crowd, 2)
+    assert [(type(d), d.source) for d in found] == [(CannotKeepUp, "z")], "nor are they named for it"
+
+
+def test_one_change_at_a_time_and_what_is_missed_before_what_idles() -> None:
+    both = look(seen(lanes=1.0), seen("text", lanes=0.1, hosts=(1, 2)), waited_s=0.2)
+    found = told(Scaler(replace(LIMITS, cores=8, idle_patience=2)), both, 2)
+    assert [(d.source, d.hosts) for d in found if isinstance(d, Scale)] == [("photos", 2)]
+
+
+def test_who_idles_most_gives_back_first() -> None:
+    [scale] = told(Scaler(LIMITS), look(seen("a", lanes=0.5, hosts=(0, 1)), seen("b", lanes=0.1, hosts=(2, 3, 4))), 3)
+    assert scale.source == "b"
+
+
+def test_a_source_gets_as_many_hosts_as_bring_it_to_its_target() -> None:
+    [scale] = told(Scaler(LIMITS), look(seen(lanes=1.0), waited_s=0.35), 2)
+    assert scale.hosts == 3, "two would be 77 % busy"
+
+
+def test_after_a_change_looks_are_counted_anew() -> None:
+    scaler = Scaler(replace(LIMITS, patience=3, cool_down_s=1.0))
+    assert len(told(scaler, look(seen(lanes=1.0), waited_s=0.2), 5)) == 1
+
+
+def test_before_it_is_known_what_a_host_holds_there_is_no_room_for_one() -> None:
+    found = told(Scaler(replace(LIMITS, memory_bytes=2**40)), look(seen(lanes=1.0), waited_s=0.2, host_bytes=0), 3)
+    assert {type(d) for d in found} == {CannotKeepUp}
+
+
+def test_a_source_is_named_again_when_it_is_another_matter_or_was_well_meanwhile() -> None:
+    scaler = Scaler(replace(LIMITS, window=1))
+    short, well = look(seen(lanes=1.0, most=1), waited_s=0.5), look(seen(lanes=0.1, most=1))
+    assert len(told(scaler, short, 6)) == 1
+    assert told(scaler, well, 12, first=7) == []
+    assert len(told(scaler, short, 8, first=19)) == 1
+    assert len(told(scaler, look(seen(lanes=4.0, most=1), waited_s=0.5), 8, first=27)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "waited_s", "looks"),
+    [
+        ({"lanes": 0.1, "took_s": 1.0, "most": 8}, 0.5, 6),
+        ({"lanes": 0.1, "took_s": 1.0, "most": 1}, 0.5, 2),
+        ({"lanes": 0.6, "took_s": 1.1, "most": 1}, 0.2, 6),
+        ({"lanes": 0.1, "took_s": 1.0, "most": 1}, 0.05, 6),
+    ],
+    ids=["it has enough loaders", "it was seen twice only", "it is its core that it waits for", "trainers hardly wait"],
+)
+def test_a_source_is_not_said_to_wait_for_storage_when(changes: dict[str, Any], waited_s: float, looks: int) -> None:
+    assert told(Scaler(LIMITS), look(seen(waited_for=True, **changes), waited_s=waited_s), looks) == []
+
+
+def test_a_source_whose_hosts_are_full_is_short_of_hosts_whatever_its_storage_does() -> None:
+    found = told(Scaler(LIMITS), look(seen(lanes=1.0, took_s=5.0, waited_for=True, most=1), waited_s=0.5), 6)
+    assert {getattr(d, "what", "") for d in found} == {"loader hosts"}
+
+
+def test_read_ahead_is_by_the_steps_that_trainers_do_take_within_a_bound_and_does_not_follow_every_change() -> None:
+    scaler = Scaler(LIMITS, read_ahead=2)
+    [ahead] = told(scaler, look(seen(lanes=0.1, read_s=0.01, slow_read_s=0.5), waited_s=0.5), 1)
+    assert isinstance(ahead, ReadAhead)
+    assert ahead.steps == 7, "ten steps a second, though they would take twenty"
+    assert told(scaler, look(seen(lanes=0.1, read_s=0.01, slow_read_s=0.6), waited_s=0.5), 1, first=2) == []
+    [most] = told(Scaler(LIMITS, read_ahead=2), look(seen(lanes=0.1, read_s=0.01, slow_read_s=100.0)), 1)
+    assert isinstance(most, ReadAhead)
+    assert most.steps == 32
+    named = CannotKeepUp(source="photos", hosts=1, wanted=3, reason="")
+    assert in_force([named, ahead]) == [named], "it is no remedy"
+
+
+def test_thresholds_stand_in_order() -> None:
+    with pytest.raises(ValueError, match=r"wanted 0 < low < target < high <= 1, found 0\.8, 0\.7, 0\.85"):
+        Limits(cores=1, low=0.8)
+
+
+def test_shares_are_shown_as_a_moving_average() -> None:
+    scaler = Scaler(LIMITS)
+    told(scaler, look(seen(share=0.5)), 1)
+    told(scaler, look(seen(share=1.0)), 1, first=2)
+    assert scaler.figures()["photos"]["share"] == pytest.approx(0.7)
