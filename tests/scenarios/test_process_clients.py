@@ -233,7 +233,7 @@ def test_two_sessions_in_one_process_and_one_launched_in_a_thread() -> None:
 
 def test_a_long_run_uses_the_memory_of_a_short_one() -> None:
     made = job(until=120, batch=ov.Batch(samples=60, context=32))
-    with launch(made) as session:
+    with launch(made, hosts=1) as session:  # each host has a window of its own
         clients = [session.client(rank) for rank in range(2)]
         seen = []
         for k, steps in enumerate(zip(*clients, strict=True)):

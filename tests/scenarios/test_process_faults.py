@@ -392,7 +392,7 @@ def ends_program(columns: Any) -> Any:
 
 @pytest.mark.parametrize("fn", [ends_process, ends_later])
 def test_a_transform_that_ends_its_process_ends_the_job_for_all(fn: Any) -> None:
-    with launch(job(sources=[with_map(fn, rows=fn is ends_later), source("a", 60, 1000)]), **ENDS) as session:
+    with launch(job(sources=[with_map(fn, rows=fn is ends_later), source("a", 60, 1000)]), hosts=1, **ENDS) as session:
         ends = ends_of(session)
     assert {str(error) for _, error in ends.values()} == {f"loader-host/0 is lost: {EXITED}"}
     assert len({len(steps) for steps, _ in ends.values()}) == 1
