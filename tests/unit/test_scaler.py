@@ -53,6 +53,17 @@ def test_a_source_whose_hosts_idle_gives_them_back_but_not_at_once() -> None:
     assert (scale.hosts, scale.had) == (1, 3)
 
 
+def test_a_mixture_that_goes_up_and_down_is_not_followed_down_before_it_stays_there() -> None:
+    high, low = look(seen(share=0.8, lanes=1.6, hosts=(0, 1))), look(seen(share=0.1, lanes=0.2, hosts=(0, 1)))
+    scaler, now = Scaler(LIMITS), 0
+    for _ in range(4):
+        assert told(scaler, high, 4, first=now + 1) == []
+        assert told(scaler, low, 4, first=now + 5) == []
+        now += 8
+    scale, *_ = told(scaler, low, 4, first=now + 1)
+    assert (scale.hosts, scale.had) == (1, 2)
+
+
 def test_after_a_change_a_source_is_left_alone_for_a_while() -> None:
     scaler = Scaler(replace(LIMITS, cool_down_s=10.0))
     assert len(told(scaler, look(seen(lanes=1.0), waited_s=0.2), 2)) == 1

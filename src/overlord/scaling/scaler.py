@@ -214,7 +214,9 @@ class Scaler:
         planned = math.fsum(o.planned for o in self._paces)
         drawn = math.fsum(s.drawn for o in self._paces for s in o.sources)
         per_step = drawn / planned if planned else 0.0
-        now = {s.name: self.pace * self._samples(s, s.share, per_step) * self._known[s.name].cost_s for s in observed.sources}
+        # What was needed a moment ago may be needed again in a moment: mixtures that learn go up and down.
+        share = {s.name: max(s.share, self._known[s.name].share) for s in observed.sources}
+        now = {s.name: self.pace * self._samples(s, share[s.name], per_step) * self._known[s.name].cost_s for s in observed.sources}
         later = {s.name: self.pace * self._samples(s, s.ahead, per_step) * self._known[s.name].cost_s for s in observed.sources}
         on: dict[int, float] = {}
         for s in observed.sources:
