@@ -4,14 +4,17 @@ scaled by need (the Overlord paper, arXiv 2504.09844, section 5.2).
     python benchmarks/autoscale.py [--hosts N] [--seconds 60] [--step-s 0.25] [--quick] [--save]
 
 Four sources whose transforms cost about 1x (tokenize), 4x (decode a JPEG), 75x and 300x (decode and augment). What they cost on this
-machine is measured first, in CPU time, and the batch is chosen so that the heavy stage keeps 60 % of ``--hosts`` processes busy (default:
-as many as there are cores). A loader process has one thread. The trainer takes a fixed time for a step; what it waits for the next
-one is starvation. Every run must deliver the same plans. Loader-seconds are the sum over loader processes of the time each was there.
+machine is measured first, in CPU time and side by side, and the batch is chosen so that the heavy stage keeps 60 % of ``--hosts``
+processes busy (default: as many as there are cores). A loader process has one thread. The trainer takes a fixed time for a step; what
+it waits for the next one is starvation. Every run must deliver the same plans. Loader-seconds are the sum over loader processes of
+the time each was there.
 """
 
 from __future__ import annotations
 
 import math
+import multiprocessing
+import statistics
 import tempfile
 import threading
 import time
@@ -133,6 +136,24 @@ def measured_costs(folder: Path) -> dict[str, float]:
             fn(row)
         found[name] = (time.thread_time() - start) / len(rows)
     return found
+
+
+def costs_side_by_side(folder: Path, hosts: int) -> dict[str, float]:
+    """With as many processes at it as there may be loaders: cores that share their parts are slower together than one alone."""
+    context = multiprocessing.get_context("spawn")
+    together, answers = context.Barrier(hosts), context.SimpleQueue()
+    processes = [context.Process(target=_measure, args=(folder, together, answers)) for _ in range(hosts)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    found: list[dict[str, float]] = [answers.get() for _ in processes]
+    return {name: statistics.median(costs[name] for costs in found) for name in found[0]}
+
+
+def _measure(folder: Path, together: Any, answers: Any) -> None:
+    together.wait(60.0)
+    answers.put(measured_costs(folder))
 
 
 def loader_processes(session: ov.Session) -> int:
@@ -271,7 +292,7 @@ def main(hosts: int, seconds: float, step_s: float, quick: bool, saving: bool, c
         seconds, step_s = 12.0, 0.1
     folder, console = (corpus or Path(tempfile.gettempdir()) / "overlord-benchmark") / "autoscale-v3", wide_console()
     make_data(folder)
-    costs = measured_costs(folder)
+    costs = costs_side_by_side(folder, hosts)
     mean = math.fsum(HEAVY[name] * cost for name, cost in costs.items())
     samples = max(8, round(BUSY * hosts * step_s / mean))
     setting = Setting(folder=folder, hosts=hosts, steps=round(seconds / step_s), step_s=step_s, costs=costs, samples=samples)

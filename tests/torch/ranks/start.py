@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# What ranks import when they join, train and read. sympy comes with the second, pandas, where there is one, with the last.
+# What ranks import when they join, train and read. sympy comes with the second.
 LOADED = (
     "overlord.torch", "torch.fx.experimental.symbolic_shapes", "overlord.runtime.agreeing", "overlord.runtime.engines",
-    "overlord.runtime.join", "overlord.runtime.loaderhost", "overlord.runtime.session", "overlord.transforms.warm",
+    "overlord.runtime.join", "overlord.runtime.loaderhost", "overlord.runtime.session", "pyarrow",
 )  # fmt: skip
 BEFORE_S = 5.0  # the deadline a rank says where it hangs
 
