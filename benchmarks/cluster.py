@@ -49,8 +49,8 @@ MICROBATCHES = {"null": 16, "tokenized": 4}  # of a rank in a step: tokenizing r
 RANKS_OF = {"tokenized": 1}  # of the numbers of ranks, the last so many: it hardly depends on them
 MOST_ONE = 25  # sources in a process each
 ONE_REASON = (
-    "one source a host above {most} sources is left out: such a host takes some 120 MB, 0.8 CPU seconds to start and 0.3 % of a core "
-    "at rest, so 100 take 12 GB and over a minute to start, and 300 more memory than this machine has ({gb:.0f} GB, {cores} cores)"
+    "one source a host above {most} sources is left out: such a host takes some 90 MB, 0.8 CPU seconds to start and 0.3 % of a core "
+    "at rest, so 100 take 9 GB and over a minute to start, and 300 more memory than this machine has ({gb:.0f} GB, {cores} cores)"
 )
 EXTRA_PEERS = (BARE, ON_RAY, ONE)
 CLOSE = 0.15  # of CPU beside another's: single runs differ by as much
