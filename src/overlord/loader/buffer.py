@@ -19,7 +19,11 @@ class Shelf:
         self.rows = 0
         self.nbytes = 0
         self.kept_rows = 0
-        self.kept_bytes = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Counted when asked for: hosts of many sources pop a few rows of each all the time, and are asked now and then."""
+        return sum(piece.nbytes for piece in self._kept)
 
     def put(self, block: Content) -> None:
         if len(block):
@@ -32,6 +36,7 @@ class Shelf:
         assert n <= self.rows, f"a plan pops {n} samples, the loader holds {self.rows}"
         pieces = []
         self.rows -= n
+        self.kept_rows += n if self._keeps else 0
         while n > 0:
             block = self._blocks[0]
             take = min(n, len(block) - self._taken)
@@ -43,13 +48,8 @@ class Shelf:
                 self._taken = 0
                 self.nbytes -= block.nbytes
         if self._keeps:
-            self._keep(pieces)
+            self._kept.extend(pieces)
         return pieces
-
-    def _keep(self, pieces: list[Content]) -> None:
-        self._kept.extend(pieces)
-        self.kept_rows += sum(map(len, pieces))
-        self.kept_bytes += sum(p.nbytes for p in pieces)
 
     def release(self, n: int) -> None:
         """The oldest n kept rows go."""
@@ -57,12 +57,9 @@ class Shelf:
         self.kept_rows -= n
         while n > 0:
             piece = self._kept.popleft()
-            gone = min(n, len(piece))
-            rest = piece.slice(gone, len(piece))
-            if len(rest):
-                self._kept.appendleft(rest)
-            self.kept_bytes -= piece.nbytes - rest.nbytes
-            n -= gone
+            if len(piece) > n:
+                self._kept.appendleft(piece.slice(n, len(piece)))
+            n -= len(piece)
 
     def unpop(self, n: int) -> None:
         """The front goes back over the last n rows popped."""
@@ -82,5 +79,4 @@ class Shelf:
                 self._kept.append(piece.slice(0, first))
             self._blocks.appendleft(back)
             self.nbytes += back.nbytes
-            self.kept_bytes -= back.nbytes
             n -= len(back)

@@ -40,6 +40,7 @@ DIAL_S = 30.0  # for a constructor host to answer a loader host
 SEND_S = 120.0  # for a constructor host to take payload: far above what a step takes, below what a trainer waits
 # The same where one that is lost is started anew: the pump must not wait so long that this host is taken for dead too.
 REACH_S = 5.0
+JOIN_BELOW = 4096  # values a piece: to look at each takes longer than to copy all once more
 
 
 class LoaderHost(HostActor):
@@ -272,13 +273,17 @@ class LoaderHost(HostActor):
     def _in_ring(self, pieces: Sequence[Ragged]) -> Ragged:
         """Pieces as one, their values in a slot of the ring: the one copy on the way to the constructor. Where there is no room they lie in
         this process and are copied once more: to wait for a slot would be to wait for the trainer, or for what stands behind us."""
-        spans = [p.values[int(p.offsets[0]) : int(p.offsets[-1])] for p in pieces]
+        spans = [p.values[p.offsets.item(0) : p.offsets.item(-1)] for p in pieces]
+        if sum(map(len, spans)) < JOIN_BELOW * len(spans):
+            spans = [np.concatenate(spans)]
         dtype = narrowest(spans) if self._narrow else np.result_type(*(span.dtype for span in spans))
         total = sum(map(len, spans))
         room = self._ring.take(max(1, total * dtype.itemsize))
         values = np.empty(total, dtype) if room is None else room[: total * dtype.itemsize].view(dtype)
         np.concatenate(spans, out=values, casting="unsafe")  # that they fit was seen
-        lengths = np.concatenate([p.lengths for p in pieces])
+        ends = np.concatenate([p.offsets for p in pieces])
+        # between pieces there is none
+        lengths = np.delete(ends[1:] - ends[:-1], np.cumsum([len(p) + 1 for p in pieces[:-1]], dtype=np.int64) - 1)
         return Ragged(values, np.concatenate([[0], np.cumsum(lengths)]))
 
     def _sent(self, step: int) -> Any:
