@@ -36,6 +36,12 @@ class Stages(Protocol):
     def row_stage(self, table: pa.Table) -> Block: ...
 
 
+def core_s(stages: Stages) -> float:
+    """Seconds that cores were busy for this thread so far: here, and in the process of a ``TransformWorker``."""
+    elsewhere: float = getattr(stages, "core_s", float)()
+    return time.thread_time() + elsewhere
+
+
 class Chunked(Protocol):
     """Where raw slices come from (`sources.handles.ChunkReader`)."""
 
@@ -150,7 +156,7 @@ class SourceReader:
         return error
 
     def read(self, command: Read) -> WindowRead:
-        start, busy = time.perf_counter(), time.thread_time()
+        start, busy = time.perf_counter(), core_s(self.stages)
         with self._lock:
             ticket = self._ticket = object()
         try:
@@ -169,12 +175,8 @@ class SourceReader:
         took = time.perf_counter() - start
         self.stats.read_s += took
         self.stats.reads.append(took)
-        self.stats.read_busy_s += self._busy(took, time.thread_time() - busy)
+        self.stats.read_busy_s += core_s(self.stages) - busy
         return WindowRead(len(window.key), over, self.stats.raw_bytes, 0 if len(window.key) else window.dropped)
-
-    def _busy(self, took: float, here: float) -> float:
-        """Of work that is done in another process nothing but its end is seen here."""
-        return took if getattr(self.stages, "pid", None) is not None else here
 
     def _open(self, command: Read) -> tuple[_Window, tuple[int, ...]]:
         tables: list[pa.Table] = []
@@ -245,7 +247,7 @@ class SourceReader:
     def evaluate(self, command: Evaluate) -> tuple[Evaluated, Content]:
         window = self._window
         assert window is not None, "evaluate before read"
-        start, busy = time.perf_counter(), time.thread_time()
+        start, busy = time.perf_counter(), core_s(self.stages)
         a, b = window.position, min(window.position + command.rows, len(window.key))
         window.position = b
         key, file, row, at = window.key[a:b], window.file[a:b], window.row[a:b], window.at[a:b]
@@ -267,7 +269,7 @@ class SourceReader:
         self.stats.image_bytes_in += block.image_bytes_in
         self.stats.image_bytes_out += block.image_bytes_out
         self.stats.transform_s += took
-        self.stats.transform_busy_s += self._busy(took, time.thread_time() - busy)
+        self.stats.transform_busy_s += core_s(self.stages) - busy
         return Evaluated(found, b - a, content.nbytes, took), content
 
     def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:
