@@ -289,21 +289,24 @@ def test_in_one_process_only_sources_that_are_worth_it_are_split(corpus: Path) -
 
 
 def test_time_that_was_waited_and_rows_that_nobody_drew_are_no_cost_of_a_source(corpus: Path) -> None:
-    stats = ReaderStats(read_s=50.0, transform_s=9.0, read_busy_s=0.5, transform_busy_s=0.25, rows=1000, samples=100)
+    stats = ReaderStats(
+        read_s=20.0, staged_s=30.0, transform_s=9.0, read_busy_s=0.2, staged_busy_s=0.3, transform_busy_s=0.25, rows=1000, samples=100
+    )
     with blueprint(job(source(corpus)), cache_dir=corpus / "c") as ready:
-        row = {"source": "web", "loader": 0, "samples": stats.samples, "tokens": 500, "transform_s": stats.transform_s}
-        row |= {"read_asked_s": stats.read_s * stats.asked_for, "core_s": stats.work[0]}
+        row = {"source": "web", "loader": 0, "samples": stats.samples, "tokens": 500}
+        row |= {"of_samples_s": stats.of_samples, "core_s": stats.work[0]}
         found = profiles.Refresher(ready, lambda: {"loaders": [row]}).refresh()
         ready.profile = found
         assert loads_of(ready)[0].cost == pytest.approx(0.3 / 100), "a tenth of what was read, and what was transformed, of a core"
     web = found.sources["web"]
     assert (web.sample_s, web.cost_s, web.waited_s) == pytest.approx((14.0 / 100, 0.3 / 100, 13.7 / 100))
+    assert (web.read_s, web.transform_s) == pytest.approx((2.0 / 100, 12.0 / 100)), "slices are transformed as they are read"
 
 
 def test_a_source_that_is_seldom_drawn_from_counts_when_enough_of_it_has_come_together(corpus: Path) -> None:
     counted = {"samples": 0.0}
     with blueprint(job(source(corpus)), cache_dir=corpus / "c") as ready:
-        row = {"source": "web", "loader": 0, "tokens": 4.0, "transform_s": 1.0, "core_s": 1.0}
+        row = {"source": "web", "loader": 0, "tokens": 4.0, "of_samples_s": (0.0, 1.0), "core_s": 1.0}
         refresher = profiles.Refresher(ready, lambda: {"loaders": [row | counted]})
         for samples, known in ((40.0, 0), (60.0, 0), (100.0, 100), (130.0, 100), (170.0, 170)):
             counted["samples"] = samples
@@ -324,7 +327,7 @@ def test_what_loaders_measure_refreshes_what_is_kept(corpus: Path, workers: str)
     slow, web = found.sources["slow"], found.sources["web"]
     assert slow.samples >= 64
     assert slow.tokens == pytest.approx(4, abs=0.5)
-    assert slow.sample_s >= LASTS_S, "by the clock, the user's function included"
+    assert slow.transform_s >= LASTS_S, "by the clock; the user's function is no reading"
     assert slow.waited_s >= LASTS_S, "no core is busy with a function that sleeps"
     assert web.core_s > 0
     assert profiles.load(corpus / "j" / "profile.json") == found

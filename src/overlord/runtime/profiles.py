@@ -203,7 +203,8 @@ class Refresher:
         """Of sources of which enough has come together; what there is of the others is kept until then."""
         buffers: dict[str, int] = {}
         for row in rows:
-            now = {n: float(row.get(n, 0)) for n in ("samples", "tokens", "read_asked_s", "transform_s", "core_s")}
+            now = {n: float(row.get(n, 0)) for n in ("samples", "tokens", "core_s")}
+            now["read_s"], now["transform_s"] = row.get("of_samples_s", (0.0, 0.0))
             if not now["samples"]:  # nothing yet, or its host does not answer
                 continue
             before = self._before.get((row["source"], row["loader"]), {})
@@ -220,7 +221,7 @@ class Refresher:
     def _of(self, name: str, sums: Mapping[str, float], buffer_bytes: int) -> SourceProfile:
         n = sums["samples"]
         return SourceProfile(
-            name=name, fingerprint=self._fingerprints[name], samples=int(n), read_s=max(0.0, sums["read_asked_s"]) / n,
+            name=name, fingerprint=self._fingerprints[name], samples=int(n), read_s=max(0.0, sums["read_s"]) / n,
             transform_s=max(0.0, sums["transform_s"]) / n, core_s=max(0.0, sums["core_s"]) / n,
             tokens=max(0.0, sums["tokens"]) / n, buffer_bytes=buffer_bytes,
         )  # fmt: skip
