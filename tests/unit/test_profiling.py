@@ -249,6 +249,14 @@ def test_a_measured_source_gets_loaders_by_what_it_costs(corpus: Path) -> None:
         assert hosting_of(named).loaders[1] == 2
 
 
+@pytest.mark.parametrize(("autoscale", "loaders"), [(False, 1), (True, 1), ({"cores": 5}, 5), ({"cores": 99}, 8)])
+def test_a_scaled_source_is_cut_for_the_hosts_there_may_be_in_the_end(corpus: Path, autoscale: Any, loaders: int) -> None:
+    made = job(source(corpus, "slow", ov.Map(busy, rows=True), ov.Tokens("tokens")))
+    with blueprint(made, hosts=1, autoscale=autoscale) as ready:
+        assert len(ready.indexes[0].chunks) >= made.shuffle_chunks == 8
+        assert hosting_of(ready).loaders == (loaders,)
+
+
 def test_guesses_are_corrected_by_what_was_measured_of_their_kind(corpus: Path) -> None:
     made = job(source(corpus, "a", text(corpus)), source(corpus, "b", text(corpus)), source(corpus, "ids"))
     with blueprint(made) as ready:

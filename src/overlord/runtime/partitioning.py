@@ -137,10 +137,16 @@ def hosting_of(blueprint: Blueprint) -> Hosting:
     hosting = _partitioned(blueprint) if options.partition == "auto" else _guessed(blueprint)
     if not scales(blueprint):
         return hosting
-    named, cores = options.loaders or {}, options.hosts or n_cores()
+    named, cores = options.loaders or {}, _cores_to_come(options)
     shares = [1 if load.name in named else min(load.shares, cores) for load in loads_of(blueprint)]
     loaders, host_of = widened(hosting.loaders, hosting.host_of, shares)
     return replace(hosting, loaders=loaders, host_of=host_of)
+
+
+def _cores_to_come(options: Options) -> int:
+    """Loader hosts that a scaled job may have in the end: a cluster may get more cores than it has now."""
+    said = options.autoscale.get("cores", 1) if isinstance(options.autoscale, Mapping) else 1
+    return max(options.hosts or n_cores(), said)
 
 
 def _guessed(blueprint: Blueprint) -> Hosting:
@@ -211,7 +217,7 @@ def joining(blueprint: Blueprint, runtime: str) -> Blueprint:
 def _loaders_apart(blueprint: Blueprint) -> int:
     """Of the last source, where it gets a host of its own, or more of them later."""
     n = partition_of(blueprint).hosting.loaders[-1] if blueprint.options.partition == "auto" else 1
-    return max(n, min(loads_of(blueprint)[-1].shares, blueprint.options.hosts or n_cores())) if scales(blueprint) else n
+    return max(n, min(loads_of(blueprint)[-1].shares, _cores_to_come(blueprint.options))) if scales(blueprint) else n
 
 
 def _matters(loads: Sequence[SourceLoad], samples: int, options: Options) -> bool:
