@@ -45,7 +45,7 @@ def profile(
         from overlord.runtime.bootstrap import Blueprint
         from overlord.runtime.options import Options
         from overlord.runtime.probing import Bounds
-        from overlord.runtime.profiles import load, path_of
+        from overlord.runtime.profiles import load, path_of, shown
         from overlord.runtime.profiles import save as keep
 
         job, console = read_job(job_yaml, modules), screen()
@@ -56,8 +56,8 @@ def profile(
             if path is not None:
                 path.write_text(text, encoding="utf-8")
                 console.print(f"the plot is {path}", markup=False)
-        if save and keep(path := path_of(job, None), load(path).merge(found.profile, weight=1.0)):
-            console.print(f"the profile is {path}", markup=False, soft_wrap=True)
+        if save and keep(where := path_of(job, None), load(where).merge(found.profile, weight=1.0)):
+            console.print(f"the profile is {shown(where)}", markup=False, soft_wrap=True)
         if found.failures:
             error(
                 f"{len(found.failures)} of {len(job.sources)} sources could not be measured", "\n".join(f"  - {f}" for f in found.failures)

@@ -165,10 +165,12 @@ def kept(ready: Blueprint, *costs: float) -> JobProfile:
 
 def test_a_profile_is_kept_in_the_journal_or_by_names_in_the_cache(corpus: Path) -> None:
     made = job(source(corpus))
-    assert profiles.path_of(made, corpus / "c").parent == corpus / "c" / "profiles"
+    assert Path(profiles.path_of(made, corpus / "c")).parent == corpus / "c" / "profiles"
     assert profiles.path_of(made, corpus / "c") != profiles.path_of(job(source(corpus, "other")), corpus / "c")
     assert profiles.path_of(job(source(corpus), journal=corpus / "j"), None) == corpus / "j" / "profile.json"
-    assert profiles.path_of(job(source(corpus), journal="s3://bucket/j"), corpus / "c").parent == corpus / "c" / "profiles"
+    assert profiles.path_of(job(source(corpus), journal=f"file://{corpus}/j"), None) == corpus / "j" / "profile.json"
+    stored = job(source(corpus), journal="s3://bucket/j/?region=eu")
+    assert profiles.path_of(stored, corpus / "c") == "s3://bucket/j/profile.json?region=eu"
 
 
 @pytest.mark.parametrize("broken", [b"", b"{", b"[1]", b'{"version": 1}', b"\xff\xfe", b"[" * 100_000, b"0" * 400])
