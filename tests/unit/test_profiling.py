@@ -460,6 +460,13 @@ def test_partition_prints_the_configuration_with_reasons(job_yaml: Path) -> None
     assert "1 of 2 sources measured, 1 guessed" in said or "0 of 2 sources measured" in said
 
 
+def test_partition_levels_as_many_sources_together_as_is_said(corpus: Path) -> None:
+    with blueprint(job(*(source(corpus, f"s{k}") for k in range(6)))) as ready:
+        ready.profile = kept(ready, *[1e-3] * 6)
+        sizes = [[len(c.sources) for c in partition_of(ready, cores=8, **said).clusters] for said in ({}, {"cluster": 2})]
+    assert sizes == [[4, 2], [2, 2, 2]]
+
+
 def test_partition_says_by_how_much_a_demand_is_not_met(job_yaml: Path) -> None:
     result = overlord("partition", job_yaml, "--cpus", "2", "--demand", "1e15")
     assert result.exit_code == 1

@@ -17,6 +17,7 @@ from overlord.runtime.hosting import Hosting, SourceLoad, load_of, plan_hosts, r
 from overlord.runtime.options import Options, n_cores, n_workers
 from overlord.runtime.profiles import known, path_of, quick, save
 from overlord.runtime.starting import scales
+from overlord.scaling.levels import CLUSTER
 from overlord.scaling.partition import Limits, Partition, Resources, partition
 from overlord.scaling.profile import JobProfile, SourceProfile
 from overlord.scaling.sharing import widened
@@ -116,7 +117,7 @@ def beside_s(blueprint: Blueprint) -> float:
 
 def partition_of(
     blueprint: Blueprint, *, cores: int | None = None, memory_bytes: int | None = None, per_source: int | None = None,
-    per_actor: int | None = None, worth_s: float = 0.0,
+    per_actor: int | None = None, worth_s: float = 0.0, cluster: int = CLUSTER,
 ) -> Partition:  # fmt: skip
     """A job's partition; ``hosts=`` of its launch says how many cores are for loading alone."""
     options, job = blueprint.options, blueprint.job
@@ -127,6 +128,7 @@ def partition_of(
         Limits(
             batch=batch_samples(blueprint), per_source=per_source, per_actor=per_actor, loaders=dict(options.loaders or {}),
             sources_per_host=options.sources_per_host, together=bool(of_kind(job.hooks, LOADER)), worth_s=worth_s,
+            cluster=cluster,
         ),
     )  # fmt: skip
 
