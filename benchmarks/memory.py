@@ -1,6 +1,6 @@
 """Memory and fetch time by sources, ranks and workers: Overlord beside a DataLoader in every rank (Figures 12 and 15 of the paper).
 
-    python benchmarks/memory.py --save                                   # for the record: about 12 minutes on two idle cores
+    python benchmarks/memory.py --save                                   # for the record: about 20 minutes on two idle cores
     python benchmarks/memory.py --sources 5 --ranks 2 --workers 1 --kinds torch,local,process --no-extras    # a look
 
 PSS over all processes of a cell, less what the ranks held after their imports (a trainer has those anyway); hosts and the launching
@@ -50,11 +50,12 @@ HEAD = (
     "worst",
     "late",
 )
-SLOPE_HEAD = ("loader", "MB for each", "", "", "", "worst fit")
+SLOPE_HEAD = ("loader", "MB for each", "", "", "", "", "worst fit")
 
 
 def grid(sources: Sequence[int], ranks: Sequence[int], workers: Sequence[int], kinds: Sequence[str], folder: str) -> list[Case]:
-    """Few ranks with all numbers of workers, many with the fewest and the most: enough for slopes. Overlord has no workers in ranks."""
+    """Few ranks with all numbers of workers, many with the fewest and the most: enough for slopes. Overlord has no workers in ranks, but
+    threads: as many as most workers, and at the most ranks as few too."""
     made = []
     for n in sources:
         if COLOCATED in kinds:
@@ -62,29 +63,31 @@ def grid(sources: Sequence[int], ranks: Sequence[int], workers: Sequence[int], k
                 for w in workers if r == ranks[0] else sorted({workers[0], workers[-1]}):
                     made.append(Case(kind=COLOCATED, folder=folder, n_sources=n, ranks=r, workers=w))
         for kind in (k for k in (LOCAL, PROCESS) if k in kinds):
-            made += [Case(kind=kind, folder=folder, n_sources=n, ranks=r, workers=workers[-1]) for r in sorted({ranks[0], ranks[-1]})]
+            shapes = sorted({(ranks[0], workers[-1]), (ranks[-1], workers[0]), (ranks[-1], workers[-1])})
+            made += [Case(kind=kind, folder=folder, n_sources=n, ranks=r, workers=w) for r, w in shapes]
         if RAY in kinds and n in (sources[0], sources[-1]):
             made.append(Case(kind=RAY, folder=folder, n_sources=n, ranks=ranks[-1], workers=workers[-1]))
     return sorted(made, key=lambda c: (c.n_sources, c.ranks * c.workers if c.kind == COLOCATED else 0))
 
 
 def extras(sources: Sequence[int], ranks: Sequence[int], workers: Sequence[int], kinds: Sequence[str], folder: str) -> list[Case]:
-    """With auto-partitioning and with shadows, at the largest."""
-    if PROCESS not in kinds:
-        return []
+    """With auto-partitioning on every runtime, and with shadows, at the largest."""
     base = Case(kind=PROCESS, folder=folder, n_sources=sources[-1], ranks=ranks[-1], workers=workers[-1])
-    return [replace(base, partition="auto"), replace(base, shadows=True, hosts=2)]
+    made = [replace(base, kind=kind, partition="auto") for kind in (LOCAL, PROCESS, RAY) if kind in kinds]
+    return made + ([replace(base, shadows=True, hosts=2)] if PROCESS in kinds else [])
 
 
 def parallelism(sources: Sequence[int], workers: Sequence[int], kinds: Sequence[str], folder: str) -> list[Case]:
-    """Figure 15: TP 16, DP 2, batch 32, a context of 32k; sources in one loader host and in two. One rank of a TP group loads."""
+    """Figure 15: TP 16, DP 2, batch 32, a context of 32k; sources in one loader host and in two, and there with shadows, which stand in
+    the other host. One rank of a TP group loads. On Ray at the most sources."""
     shape: dict[str, Any] = {"folder": folder, "ranks": 2, "context": 32_768, "microbatches": 1}
     made = []
     for n in [n for n in sources if n >= 100]:
         for w in sorted({workers[0], workers[-1]}):
             made += [Case(kind=COLOCATED, n_sources=n, workers=w, **shape)] if COLOCATED in kinds else []
-        for hosts in (1, 2) if PROCESS in kinds else ():
-            made.append(Case(kind=PROCESS, n_sources=n, workers=workers[-1], hosts=hosts, tp=16, samples=32, **shape))
+        for kind in (k for k in (PROCESS, RAY) if k in kinds and (k == PROCESS or n == max(sources))):
+            base = Case(kind=kind, n_sources=n, workers=workers[-1], hosts=1, tp=16, samples=32, **shape)
+            made += [base, replace(base, hosts=2), replace(base, hosts=2, shadows=True)]
     return made
 
 
@@ -182,7 +185,7 @@ def slope_rows(slopes: Sequence[Slopes]) -> list[list[str]]:
     rows = []
     for s in slopes:
         cells = [f"{name} {value:.3f}" for name, value in zip(s.names, s.values, strict=True)]
-        rows.append([s.kind, *(cells + [""] * (4 - len(cells))), f"{s.worst:.0%}"])
+        rows.append([s.kind, *(cells + [""] * (len(SLOPE_HEAD) - 2 - len(cells))), f"{s.worst:.0%}"])
     return rows
 
 
@@ -215,9 +218,10 @@ def verdict(found: Sequence[Found]) -> list[str]:
         return []
     theirs, lines = rival(found, largest, largest.workers), []
     for f in found:
-        if f.case.kind != COLOCATED and (f.case.n_sources, f.case.ranks, f.case.context) == (
+        if f.case.kind != COLOCATED and (f.case.n_sources, f.case.ranks, f.case.workers, f.case.context) == (
             largest.n_sources,
             largest.ranks,
+            largest.workers,
             largest.context,
         ):
             assert theirs is not None
@@ -235,7 +239,7 @@ def page(found: Sequence[Found], failed: dict[str, str], today: str, command: st
         "MB of PSS over all processes of a cell, the highest seen, less what ranks held after their imports. *With imports*: nothing "
         "subtracted. *Ray's own*: its services, counted in MB too. *Fetch*: how long a rank waits for a step, asked for every half second; "
         "*late*: steps that took longer than that. torch: one DataLoader in every rank. Overlord: as many loading threads in all "
-        "as one rank of torch has workers. *Shadows*: what shadow loaders hold, counted in MB too."
+        "as one rank of torch has workers, and two at least. *Shadows*: what shadow loaders hold, counted in MB too."
     )
     usual = [f for f in found if f.case.context == 8192]
     parallel = [f for f in found if f.case.context != 8192]
@@ -249,6 +253,7 @@ def page(found: Sequence[Found], failed: dict[str, str], today: str, command: st
     ]
     if parallel:
         words = "TP 16, DP 2, batch 32, a context of 32k, no trainer; one rank of a TP group loads. Sources in one loader host or two."
+        words += " With shadows each source is read in the other host too; what they hold stands apart, and is counted in MB too."
         parts += ["## Source parallelism (Figure 15)", words, markdown_table(HEAD, rows_of(parallel))]
     if failed:
         parts += ["## Failed", "\n".join(f"- {name}: {why}" for name, why in failed.items())]

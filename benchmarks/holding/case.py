@@ -40,6 +40,11 @@ class Case:
         extras = {f"{self.hosts} hosts": self.hosts, f"partition={self.partition}": self.partition, "shadows": self.shadows}
         return ", ".join([self.kind, *(words for words, said in extras.items() if said)])
 
+    @property
+    def threads(self) -> int:
+        """That Overlord loads with, in all."""
+        return max(2, self.workers)
+
     def work(self, rank: int = 0) -> Work:
         return Work(
             "torch" if self.kind == COLOCATED else "overlord", "null", self.folder, self.n_sources, 0, context=self.context,

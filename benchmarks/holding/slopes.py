@@ -12,7 +12,8 @@ from holding.case import COLOCATED, Case, Found
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slopes:
-    """MB. Of a colocated loader: by rank, worker, and source of a worker. Of Overlord: once, by rank, source, and rank times source."""
+    """MB. Of a colocated loader: by rank, worker, and source of a worker. Of Overlord: once, by rank, source, rank times source, and, where
+    cells differ in that, thread."""
 
     kind: str
     names: tuple[str, ...]
@@ -20,29 +21,32 @@ class Slopes:
     worst: float  # largest distance from a measured cell, as a share of it
 
     def predict(self, case: Case) -> float:
-        return float(features(case) @ np.array(self.values))
+        return float(features(case)[: len(self.values)] @ np.array(self.values))
 
 
 def features(case: Case) -> np.ndarray:
     if case.kind == COLOCATED:
         readers = case.ranks * case.workers
         return np.array([case.ranks, readers, readers * case.n_sources], float)
-    return np.array([1, case.ranks, case.n_sources, case.ranks * case.n_sources], float)
+    return np.array([1, case.ranks, case.n_sources, case.ranks * case.n_sources, case.threads], float)
 
 
 def names_of(kind: str) -> tuple[str, ...]:
-    return ("rank", "worker", "source of a worker") if kind == COLOCATED else ("once", "rank", "source", "rank x source")
+    return ("rank", "worker", "source of a worker") if kind == COLOCATED else ("once", "rank", "source", "rank x source", "thread")
 
 
 def fit(found: Sequence[Found]) -> Slopes:
     """Least squares, each cell weighed by its size: a distance of a tenth counts the same in a small one and in a large one."""
     kind = found[0].case.kind
-    rows = np.array([features(f.case) for f in found])
+    names = names_of(kind)
+    if kind != COLOCATED and len({f.case.workers for f in found}) == 1:  # else one could not be told from what is there once
+        names = names[:-1]
+    rows = np.array([features(f.case)[: len(names)] for f in found])
     sizes = np.array([f.over_mb for f in found])
     weight = 1 / np.maximum(sizes, 1.0)
     values, *_ = np.linalg.lstsq(rows * weight[:, None], sizes * weight, rcond=None)
     worst = float(np.max(np.abs(rows @ values - sizes) * weight))
-    return Slopes(kind=kind, names=names_of(kind), values=tuple(values.tolist()), worst=worst)
+    return Slopes(kind=kind, names=names, values=tuple(values.tolist()), worst=worst)
 
 
 def guess(case: Case) -> float:

@@ -45,7 +45,7 @@ def profile(
         from overlord.runtime.bootstrap import Blueprint
         from overlord.runtime.options import Options
         from overlord.runtime.probing import Bounds
-        from overlord.runtime.profiles import load, path_of
+        from overlord.runtime.profiles import load, path_of, shown
         from overlord.runtime.profiles import save as keep
 
         job, console = read_job(job_yaml, modules), screen()
@@ -56,8 +56,8 @@ def profile(
             if path is not None:
                 path.write_text(text, encoding="utf-8")
                 console.print(f"the plot is {path}", markup=False)
-        if save and keep(path := path_of(job, None), load(path).merge(found.profile, weight=1.0)):
-            console.print(f"the profile is {path}", markup=False, soft_wrap=True)
+        if save and keep(where := path_of(job, None), load(where).merge(found.profile, weight=1.0)):
+            console.print(f"the profile is {shown(where)}", markup=False, soft_wrap=True)
         if found.failures:
             error(
                 f"{len(found.failures)} of {len(job.sources)} sources could not be measured", "\n".join(f"  - {f}" for f in found.failures)
@@ -74,12 +74,13 @@ def profile(
 @click.option("--demand", type=click.FloatRange(min=0, min_open=True), metavar="TOKENS/S", help="What trainers take in all.")
 @click.option("--per-source", type=click.IntRange(min=1), help="Loaders of one source, at most.")
 @click.option("--per-actor", type=click.IntRange(min=1), help="Loaders of one source on one host, at most.")
+@click.option("--cluster", type=click.IntRange(min=1), help="Sources of about the same cost that are levelled together, at most; 4.")
 @click.option("--sources-per-host", type=click.IntRange(min=1), help="Sources that share a host; 1: none does, as in the paper.")
 @imports
 @debug
 def partition(
     job_yaml: Path, cpus: int | None, memory: int | None, demand: float | None, per_source: int | None, per_actor: int | None,
-    sources_per_host: int | None, modules: tuple[str, ...], debug: bool,
+    cluster: int | None, sources_per_host: int | None, modules: tuple[str, ...], debug: bool,
 ) -> None:  # fmt: skip
     """Show how many loaders each source would get, and why."""
 
@@ -89,12 +90,16 @@ def partition(
         from overlord.runtime.options import Options, n_cores
         from overlord.runtime.partitioning import loads_of, partition_of, sample_tokens
         from overlord.runtime.profiles import known, quick
+        from overlord.scaling.levels import CLUSTER
 
         job, console = read_job(job_yaml, modules), screen()
         with closing(Blueprint(job, Options(sources_per_host=sources_per_host))) as blueprint:
             blueprint.profile = known(blueprint)
             blueprint.profile = quick(blueprint, loads_of(blueprint), blueprint.profile)
-            made = partition_of(blueprint, cores=cpus or n_cores(), memory_bytes=memory, per_source=per_source, per_actor=per_actor)
+            made = partition_of(
+                blueprint, cores=cpus or n_cores(), memory_bytes=memory, per_source=per_source, per_actor=per_actor,
+                cluster=cluster or CLUSTER,
+            )  # fmt: skip
             tokens = sample_tokens(blueprint)
             console.print(partition_view(made, tokens, len(blueprint.profile.sources)))
         if said := made.shortfall((demand or 0.0) / tokens):

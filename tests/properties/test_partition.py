@@ -243,6 +243,19 @@ def test_a_demand_is_met_or_it_is_said_by_how_much_it_is_not() -> None:
     )
 
 
+def test_a_demand_that_no_number_of_cores_meets_is_said_to_be_one_with_the_loaders_it_would_take() -> None:
+    loads = [load("web", 1e-3, max_loaders=2), load("code", 1e-3, max_loaders=64)]
+    made = partition(loads, Resources(cores=2), Limits(batch=512))
+    assert "on any number" not in made.shortfall(2000), "four cores would do"
+    assert made.shortfall(16_000).endswith(
+        "; on any number of cores source 'web' would take 16 loaders and can have 2 loaders, as many as its open chunks allow "
+        "(shuffle_chunks)"
+    )
+    assert partition(loads, Resources(cores=4), Limits(batch=512)).shortfall(2000) == ""
+    many = partition([load(f"s{k}", 1e-3, max_loaders=1) for k in range(5)], Resources(cores=2), Limits(batch=512)).shortfall(3000)
+    assert many.endswith("; 2 more are short of loaders too")
+
+
 def test_where_memory_is_short_loaders_of_a_source_share_hosts_as_many_as_per_actor_allows() -> None:
     """Worker parallelism: a host holds the files of the source once, whoever reads them there."""
     heavy, memory = [load("heavy", 1.0, max_loaders=8, state=20 * MB)], 3 * MB + 4 * (HOST_BYTES + 20 * MB)

@@ -6,12 +6,15 @@ import pickle
 
 import pytest
 
+import overlord as ov
 from overlord.errors import JournalError
 from overlord.journal.log import Log, read, read_all
 from overlord.journal.record import Record
 from overlord.journal.report import verify
+from overlord.runtime import profiles
 from tests.journals import JOB
 from tests.stores import BUCKET, Fault, Proxy
+from tests.worlds import Rows
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.timeout(120)
@@ -195,3 +198,20 @@ def test_what_does_not_pass_is_told_at_once_and_no_key_with_it(uri, proxy, statu
 def test_a_bucket_that_is_not_there_is_named(proxy):
     with pytest.raises(JournalError, match=r"NoSuchBucket.*check the name of the bucket"):
         Log.create("s3://no-such-bucket/j", JOB)
+
+
+def test_what_sources_cost_is_kept_beside_it_for_whoever_starts_the_job_next(uri, proxy, tmp_path, caplog):
+    rows = Rows([{"tokens": [k] * 3} for k in range(200)])
+    source = ov.Source("web", rows, transforms=[ov.Tokens("tokens")], epochs=None)
+    job = ov.Job(name="kept", sources=[source], batch=ov.Batch(samples=40, context=64), until=4, journal=uri)
+    with ov.launch(job, cache_dir=tmp_path / "here") as session:
+        assert len(list(session.client(0))) == 4
+        found = session.profile()
+    assert found.sources["web"].samples >= 64
+    assert profiles.load(f"{uri}/profile.json") == found
+    assert verify(uri).segments > 0, "it is no segment of it"
+    with ov.launch(job, cache_dir=tmp_path / "elsewhere", resume="auto") as session:
+        assert session.profile() == found
+    proxy.faults[:] = [Fault("reset", method="PUT", times=5)]
+    assert not profiles.save(f"{uri}/profile.json", found)
+    assert "profile.json is not kept: " in caplog.text

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import overlord as ov
+from overlord.observe.metrics import pss_by_role
 from tests.corpus import write_rows
 from tests.processes import PARTS
 
@@ -60,6 +61,25 @@ def test_every_process_counts_once_by_its_role_and_every_byte_by_its_source(
         assert (by_source > 0) == (memory[held] > 0), what
     assert all(s["bytes"] == s["ready_bytes"] + s["kept_bytes"] + s["window_bytes"] + s["open_bytes"] for s in sources.values())
     assert all(s["bytes"] > 0 for s in sources.values())
+
+
+def unchanged(row: dict[str, Any]) -> dict[str, Any]:
+    return row
+
+
+@pytest.mark.skipif(PARTS != "process", reason="processes of this machine")
+def test_a_worker_process_that_loaders_share_counts_once(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    apart = replace(job.sources[0], transforms=[ov.Map(unchanged, rows=True), ov.Tokens("tokens")], workers="processes")
+    options = {"hosts": 1, "constructor_hosts": 1, "loaders": {"small": 4}, "autoscale": {"interval_s": 60.0}}
+    with ov.launch(replace(job, sources=(apart, job.sources[1])), runtime="process", **options) as session:
+        for client in [session.client(rank) for rank in range(2)]:
+            next(client)
+        found = session._figures()
+    workers = {row["worker_pid"]: row["worker_pss"] for row in found["loaders"] if row["worker"]}
+    assert sum(row["worker"] for row in found["loaders"]) == 4
+    assert len(workers) == 1
+    assert pss_by_role(found)["workers"] == sum(workers.values())
 
 
 def test_a_planner_with_a_process_of_its_own_counts_apart(tmp_path: Path) -> None:

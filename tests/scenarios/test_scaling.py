@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import overlord as ov
+from overlord.observe.tables import scaling_facts
 from tests.processes import PARTS, WAIT_S, Played, hosts_of, launch, play, run, runs, until
 from tests.worlds import Rows
 
@@ -171,6 +172,50 @@ def test_a_source_that_joined_is_scaled_as_the_others_are(journal: bool, tmp_pat
         profile = session.profile().sources["late"]
     assert found.steps == alone.steps
     assert profile.samples >= 64
+
+
+# where nothing is moved
+
+
+def busy(row: dict[str, Any]) -> dict[str, Any]:
+    sum(k * k for k in range(100_000))
+    return row
+
+
+@pytest.mark.parametrize("runtime", ["local", PARTS])
+def test_a_source_that_cannot_keep_up_is_named_with_the_loaders_it_would_take_though_nobody_asked_for_scaling(runtime: str) -> None:
+    rows = Rows([{"n": k, "tokens": [k] * (1 + k % 7)} for k in range(240)])
+    slow = ov.Source("slow", rows, transforms=[ov.Map(busy, rows=True), ov.Tokens("tokens")], epochs=None)
+    made = job(sources=[source("light", 60, 0), slow], mixture=None, place=ov.ClientPlaceTree(dp=1), until="all")
+    options = {} if runtime == "local" else {"hosts": 1, "constructor_hosts": 1, "workers": 1}
+    with launch(made, runtime, watch_s=0.02, loaders={"light": 1, "slow": 1}, **options) as session:
+        client = session.client(0)
+
+        def named() -> dict[str, Any]:
+            for _ in range(10):  # trainers that do nothing but wait
+                next(client)
+            told = session.metrics()["scaling"]
+            return told if "slow" in told.get("cannot_keep_up", {}) else {}
+
+        told = until(named)
+    assert any(what == "cannot keep up" and words.startswith("slow has 1 loaders of the ") for what, words in scaling_facts(told))
+    slow_one = told["cannot_keep_up"]["slow"]
+    assert (slow_one["has"], slow_one["what"]) == (1, "loaders")
+    assert slow_one["needs"] > 1
+    assert "samples a second of" in slow_one["reason"]
+    assert {d["what"] for d in told["decisions"]} <= {"CannotKeepUp", "ReadAhead"}, "nothing is moved unless it was asked for"
+
+
+@pytest.mark.parametrize("runtime", ["local", PARTS])
+def test_whoever_looks_changes_nothing(alone: Played, runtime: str) -> None:
+    options = {} if runtime == "local" else ONE
+    assert run(job(), runtime, **{**options, "watch_s": 0.005}) == alone
+
+
+def test_who_does_not_want_to_be_looked_at_is_not() -> None:
+    with launch(job(until=3), "local", watch_s=0) as session:
+        assert len(list(session.client(0))) == 3
+        assert session.metrics()["scaling"] == {}
 
 
 # in one process

@@ -28,8 +28,8 @@ def torch_case(n: int, ranks: int, workers: int) -> Case:
 
 
 def by_law(case: Case) -> float:
-    """40 MB a rank, 20 a worker, 3 a source of a worker; Overlord 200, 5 a rank, 2 a source."""
-    values = (40.0, 20.0, 3.0) if case.kind == COLOCATED else (200.0, 5.0, 2.0, 0.0)
+    """40 MB a rank, 20 a worker, 3 a source of a worker; Overlord 200, 5 a rank, 2 a source, 7 a thread."""
+    values = (40.0, 20.0, 3.0) if case.kind == COLOCATED else (200.0, 5.0, 2.0, 0.0, 7.0)
     return float(features(case) @ values)
 
 
@@ -49,7 +49,8 @@ def test_a_cell_that_was_not_run_is_computed_and_says_so_everywhere() -> None:
     ours = found(Case(kind=PROCESS, folder="", n_sources=300, ranks=8, workers=4), 1000.0)
     every = [*cells, ours, *memory.by_slope([*MEASURED, LARGEST, ours.case], [*cells, ours])]
     assert [f.case for f in every if f.by_slope] == [LARGEST]
-    (line,) = memory.verdict(every)
+    fewer = replace(ours, case=replace(ours.case, workers=1))
+    (line,) = memory.verdict([*every, fewer])
     assert "takes 29.8 times less" in line
     assert "(by slope); 13.5 is met" in line
     text = memory.page(every, {"ray, 5 sources": "no Ray"}, "today", "command")
@@ -61,6 +62,11 @@ def test_what_a_rank_takes_is_told_by_number_of_sources() -> None:
     cells = [found(c := Case(kind=LOCAL, folder="", n_sources=n, ranks=r, workers=4), by_law(c)) for n in (5, 300) for r in (2, 8)]
     assert memory.flatness(cells) == ["local: MB for one more rank 5.0 at 5 sources, 5.0 at 300 sources."]
     assert memory.slopes_of(cells)[0].values[1] == pytest.approx(5.0)
+    assert memory.slopes_of(cells)[0].names == ("once", "rank", "source", "rank x source"), "all have four threads"
+    few = [found(c := Case(kind=LOCAL, folder="", n_sources=n, ranks=8, workers=1), by_law(c)) for n in (5, 300)]
+    (slopes,) = memory.slopes_of([*cells, *few])
+    assert slopes.values == pytest.approx((200.0, 5.0, 2.0, 0.0, 7.0), abs=1e-6)
+    assert memory.slope_rows([slopes])[0][-2:] == ["thread 7.000", "0%"]
 
 
 def test_cells_go_from_small_to_large_and_ray_runs_at_the_ends() -> None:
@@ -68,8 +74,13 @@ def test_cells_go_from_small_to_large_and_ray_runs_at_the_ends() -> None:
     assert [c.n_sources for c in cases] == sorted(c.n_sources for c in cases)
     assert [(c.n_sources, c.ranks) for c in cases if c.kind == RAY] == [(5, 8), (300, 8)]
     assert LARGEST in cases
-    shapes = memory.parallelism([5, 100, 300], [1, 4], [COLOCATED, PROCESS], "")
-    assert {c.hosts for c in shapes if c.kind == PROCESS} == {1, 2}
+    assert {(c.ranks, c.workers) for c in cases if c.kind == PROCESS} == {(2, 4), (8, 1), (8, 4)}
+    more = memory.extras([5, 100, 300], [2, 8], [1, 4], [COLOCATED, LOCAL, PROCESS, RAY], "")
+    assert {c.kind for c in more if c.partition == "auto"} == {LOCAL, PROCESS, RAY}
+    shapes = memory.parallelism([5, 100, 300], [1, 4], [COLOCATED, PROCESS, RAY], "")
+    for kind, n in ((PROCESS, 100), (PROCESS, 300), (RAY, 300)):
+        assert [(c.hosts, c.shadows) for c in shapes if (c.kind, c.n_sources) == (kind, n)] == [(1, False), (2, False), (2, True)]
+    assert [c for c in shapes if (c.kind, c.n_sources) == (RAY, 100)] == []
     assert all(c.context == 32_768 and c.ranks == 2 for c in shapes)
 
 

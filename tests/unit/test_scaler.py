@@ -116,6 +116,33 @@ def test_a_source_whose_reads_are_slow_now_and_then_is_read_further_ahead() -> N
     assert less.steps == 2
 
 
+def test_where_nothing_is_moved_a_source_is_named_with_the_loaders_that_it_would_take() -> None:
+    """A place is a loader there, and a source has as many as it has."""
+    mine = seen(lanes=1.0, hosts=(3,), most=1)
+    scaler = Scaler(LIMITS, fixed=True)
+    [named] = told(scaler, look(mine, waited_s=0.2), 9)
+    assert isinstance(named, CannotKeepUp)
+    assert (named.what, named.hosts, named.wanted) == ("loaders", 1, 2)
+    assert str(named) == (
+        "photos cannot keep up: it would take 2 loaders and has 1: 625 samples a second of 2 ms, trainers wait 20% of their time; loaders= "
+        "and autoscale=True give it more"
+    )
+    assert told(Scaler(LIMITS, fixed=True), look(mine), 9) == [], "nobody waits for it"
+    assert told(Scaler(LIMITS, fixed=True), look(seen(lanes=0.1, hosts=(3, 4, 5), most=3)), 20) == [], "none is taken away"
+
+
+def test_where_all_cores_are_taken_it_is_said_that_loaders_alone_are_not_enough() -> None:
+    both = seen(lanes=1.0, hosts=(0,), most=1), seen("scenes", lanes=1.0, hosts=(1,), most=1)
+    found = told(Scaler(replace(LIMITS, cores=2), fixed=True), look(*both, waited_s=0.2), 2)
+    assert {d.source for d in found} == {"photos", "scenes"}
+    assert all(d.reason.endswith("; all sources together take 2.5 cores of 2, so that alone is not enough") for d in found)
+
+
+def test_where_nothing_is_moved_slow_reads_are_read_ahead_too() -> None:
+    [ahead] = told(Scaler(LIMITS, fixed=True), look(seen(read_s=0.01, slow_read_s=0.5)), 4)
+    assert isinstance(ahead, ReadAhead)
+
+
 def test_nothing_is_decided_while_nobody_takes_a_step() -> None:
     assert told(Scaler(LIMITS), look(seen(lanes=1.0), taken=0, waited_s=0.0), 9) == []
 

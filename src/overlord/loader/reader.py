@@ -36,6 +36,12 @@ class Stages(Protocol):
     def row_stage(self, table: pa.Table) -> Block: ...
 
 
+def core_s(stages: Stages) -> float:
+    """Seconds that cores were busy for this thread so far: here, and in the process of a ``TransformWorker``."""
+    elsewhere: float = getattr(stages, "core_s", float)()
+    return time.thread_time() + elsewhere
+
+
 class Chunked(Protocol):
     """Where raw slices come from (`sources.handles.ChunkReader`)."""
 
@@ -64,8 +70,10 @@ class ReaderStats:
     """What reading and transforming a source has cost so far: the P of the paper's (P, T, M)."""
 
     read_s: float = 0.0
-    transform_s: float = 0.0
+    staged_s: float = 0.0  # transforms of whole slices, which run when a window is opened and are no reading
+    transform_s: float = 0.0  # of rows, as they are asked for
     read_busy_s: float = 0.0  # of these, the time a core was busy with it: other threads of the process, and storage, may be waited for
+    staged_busy_s: float = 0.0
     transform_busy_s: float = 0.0
     rows: int = 0
     samples: int = 0
@@ -85,7 +93,13 @@ class ReaderStats:
     @property
     def work(self) -> tuple[float, float]:
         """What the samples so far took, of cores and of time."""
-        return self.read_busy_s * self.asked_for + self.transform_busy_s, self.read_s * self.asked_for + self.transform_s
+        opened, busy = self.read_s + self.staged_s, self.read_busy_s + self.staged_busy_s
+        return busy * self.asked_for + self.transform_busy_s, opened * self.asked_for + self.transform_s
+
+    @property
+    def of_samples(self) -> tuple[float, float]:
+        """Seconds by the clock that the samples so far took to be read, and to be transformed."""
+        return self.read_s * self.asked_for, self.staged_s * self.asked_for + self.transform_s
 
     @property
     def latency(self) -> tuple[float, float]:
@@ -150,11 +164,12 @@ class SourceReader:
         return error
 
     def read(self, command: Read) -> WindowRead:
-        start, busy = time.perf_counter(), time.thread_time()
+        start, busy = time.perf_counter(), core_s(self.stages)
         with self._lock:
             ticket = self._ticket = object()
+        staged = np.zeros(2)
         try:
-            window, over = self._open(command)
+            window, over = self._open(command, staged)
         except (OverlordError, MemoryError, Later):
             raise
         except Exception as error:  # a reader's surprise must name its source, or nobody finds it
@@ -167,16 +182,15 @@ class SourceReader:
         self.stats.windows += 1
         self.stats.rows += len(window.key)
         took = time.perf_counter() - start
-        self.stats.read_s += took
         self.stats.reads.append(took)
-        self.stats.read_busy_s += self._busy(took, time.thread_time() - busy)
+        self.stats.read_s += took - float(staged[0])
+        self.stats.read_busy_s += core_s(self.stages) - busy - float(staged[1])
+        self.stats.staged_s += float(staged[0])
+        self.stats.staged_busy_s += float(staged[1])
         return WindowRead(len(window.key), over, self.stats.raw_bytes, 0 if len(window.key) else window.dropped)
 
-    def _busy(self, took: float, here: float) -> float:
-        """Of work that is done in another process nothing but its end is seen here."""
-        return took if getattr(self.stages, "pid", None) is not None else here
-
-    def _open(self, command: Read) -> tuple[_Window, tuple[int, ...]]:
+    def _open(self, command: Read, spent: np.ndarray) -> tuple[_Window, tuple[int, ...]]:
+        """``spent``: to which it adds what transforms took, by the clock and of cores."""
         tables: list[pa.Table] = []
         rows, files, ats, reasons, over = [], [], [], list[str](), list[int]()
         held = dropped = 0
@@ -187,7 +201,9 @@ class SourceReader:
             if not len(raw.row):
                 continue
             number = int(self.chunks.index.chunks.file[chunk])
+            start = time.perf_counter(), core_s(self.stages)
             kept, where, staged = self._stage_slice(raw, RowIds(command.epoch, number, raw.row), reasons)
+            spent += time.perf_counter() - start[0], core_s(self.stages) - start[1]
             dropped += staged.dropped
             rows.append(raw.row[kept])
             files.append(np.full(len(kept), number, np.int64))
@@ -245,7 +261,7 @@ class SourceReader:
     def evaluate(self, command: Evaluate) -> tuple[Evaluated, Content]:
         window = self._window
         assert window is not None, "evaluate before read"
-        start, busy = time.perf_counter(), time.thread_time()
+        start, busy = time.perf_counter(), core_s(self.stages)
         a, b = window.position, min(window.position + command.rows, len(window.key))
         window.position = b
         key, file, row, at = window.key[a:b], window.file[a:b], window.row[a:b], window.at[a:b]
@@ -267,7 +283,7 @@ class SourceReader:
         self.stats.image_bytes_in += block.image_bytes_in
         self.stats.image_bytes_out += block.image_bytes_out
         self.stats.transform_s += took
-        self.stats.transform_busy_s += self._busy(took, time.thread_time() - busy)
+        self.stats.transform_busy_s += core_s(self.stages) - busy
         return Evaluated(found, b - a, content.nbytes, took), content
 
     def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:

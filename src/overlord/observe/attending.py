@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import overlord as ov
 from overlord.channel.address import is_loopback
 from overlord.errors import JobError, OverlordError
 from overlord.observe.running import PLAIN_EVERY_S, save_state, say_resumed
+from overlord.observe.tables import scaling_facts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,6 +58,9 @@ def serve_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
                 attend(session, show)
             finish = session._host.planner.finished
             err.print("all clients have left" if finish is None else f"the job has ended: {finish.step} steps in all", soft_wrap=True)
+            with suppress(OverlordError):  # a planner that is gone says nothing any more
+                for what, words in scaling_facts(session.metrics()["scaling"]):
+                    err.print(f"{what}: {words}", soft_wrap=True, markup=False)
         finally:
             if wanted.save is not None:
                 save_state(wanted.save, session)

@@ -41,7 +41,8 @@ def pss_by_role(figures: Mapping[str, Any]) -> dict[str, int]:
     for host in figures["hosts"]:
         role = host["name"].partition("/")[0]
         roles[ROLES.get(role, role)] = roles.get(ROLES.get(role, role), 0) + host["pss"]
-    roles["workers"] = sum(row["worker_pss"] for row in [*figures["loaders"], *figures.get("shadows", ())])
+    rows = [*figures["loaders"], *figures.get("shadows", ())]
+    roles["workers"] = sum({(row["pid"], row["worker_pid"]): row["worker_pss"] for row in rows}.values())  # loaders may share one
     return {role: n for role, n in roles.items() if n}
 
 

@@ -79,10 +79,10 @@ QUANTITIES: tuple[tuple[str, Callable[[SourceProfile], float], Callable[[float],
 def profile_view(profile: JobProfile) -> RenderableType:
     """A table of the dearest sources, the distributions over all, and what file state is of memory."""
     every = sorted(profile.sources.values(), key=lambda p: (-p.sample_s, p.name))
-    head = ("source", "samples", "read", "transform", "P by token", "T", "tokens", "buffers M_b", "file state M_d")
+    head = ("source", "samples", "read", "transform", "waited", "P by token", "T", "tokens", "buffers M_b", "file state M_d")
     rows = [
-        (p.name, f"{p.samples:,}", micro(p.read_s), micro(p.transform_s), micro(p.token_s), micro(p.transfer_s), f"{p.tokens:,.0f}",
-         size(p.buffer_bytes), size(p.file_bytes))
+        (p.name, f"{p.samples:,}", micro(p.read_s), micro(p.transform_s), micro(p.waited_s), micro(p.token_s), micro(p.transfer_s),
+         f"{p.tokens:,.0f}", size(p.buffer_bytes), size(p.file_bytes))
         for p in every[:SHOWN]
     ]  # fmt: skip
     parts: list[RenderableType] = [grid(head, rows)]
@@ -90,7 +90,7 @@ def profile_view(profile: JobProfile) -> RenderableType:
         parts.append(Text(f"and {len(every) - SHOWN} that cost less", "dim"))
     if every:
         parts += [Text(""), _cdf_table(every), Text(""), Text(file_state(profile))]
-        parts.append(Text(f"measured on {profile.machine}; seconds are of one core", "dim"))
+        parts.append(Text(f"measured on {profile.machine}; waited: what no core was busy with of read and transform", "dim"))
     return Group(*parts)
 
 

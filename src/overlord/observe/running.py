@@ -59,7 +59,8 @@ def run_job(run: Run, console: Console, err: Console) -> Meter:
     if run.save is not None and not run.save.absolute().parent.is_dir():  # before the run, not after it
         raise JobError([f"cannot be written: {run.save.absolute().parent} is no folder"], str(run.save))
     meter, chain = Meter(), ""
-    with ov.launch(run.job, runtime=run.runtime, resume=run.resume, allow=run.allow, **run.options) as session:
+    options = {"watch_s": 0.0, **run.options}  # nobody computes here: whoever reads would be too slow
+    with ov.launch(run.job, runtime=run.runtime, resume=run.resume, allow=run.allow, **options) as session:
         say_resumed(session, err)
         ranks = range(run.job.place.world_size) if run.rank is None else [run.rank]
         try:

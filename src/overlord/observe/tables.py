@@ -90,8 +90,9 @@ def run_view(job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Seq
 def scaling_facts(scaling: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What scaling has decided lately, and which sources cannot keep up; nothing where there is none."""
     told = [("scaling", f"behind step {d['step']}: {d['words']}") for d in scaling.get("decisions", ())[-DECISIONS:]]
+    lacks = "{has} {what} of the {needs} that it would take: {reason}"
     short = scaling.get("cannot_keep_up", {}).items()
-    return told + [("cannot keep up", f"{name}: needs {s['needs']} loader hosts: {s['reason']}") for name, s in short]
+    return told + [("cannot keep up", f"{name} has {lacks.format_map(s)}") for name, s in short]
 
 
 def _refused(row: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -51,11 +52,13 @@ from overlord.runtime.building import Building, Mailbox
 from overlord.runtime.carrier import Done, Executor
 from overlord.runtime.loading import Loading
 from overlord.runtime.local import ThreadExecutor
+from overlord.runtime.watching import Watching, onlooker
 from overlord.runtime.written import Written
 from overlord.sample import Content, Ragged, Scattered
 
 if TYPE_CHECKING:
     from overlord.runtime.bootstrap import Blueprint
+    from overlord.runtime.options import Options
 
 log = logging.getLogger("overlord")
 
@@ -83,7 +86,7 @@ class KeptPlans(deque[Stage]):
             self.popleft()
 
 
-class Host(Written):
+class Host(Written, Watching):
     """All cores of a job and what they hold: payload, staged steps, built microbatches."""
 
     def __init__(
@@ -102,6 +105,8 @@ class Host(Written):
         )  # fmt: skip
         self._images, self._batch, self._multiple = images, batch, multiple
         self._pop_hooks, self._seed = of_kind(hooks, LOADER), seed
+        self._taken = -1  # the last step that all clients took
+        self._watch(None)
         self.plans = KeptPlans()
         self.on_stage: list[Callable[[Stage], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
@@ -125,6 +130,7 @@ class Host(Written):
 
     def consumed(self, ranks: Sequence[int], step: int) -> None:
         here = [rank for rank in ranks if rank in self.building.mailboxes]
+        self._taken = max(self._taken, step)
         self._queue.extend(self.building.consumed(here, step))
         self.run([command for rank in here for command in self.planner.handle(Consumed(rank, step))])
         self._was_taken()
@@ -220,6 +226,20 @@ class Host(Written):
 
         return done
 
+    # looking
+
+    def look(self, options: Options, waited_s: float, now: float) -> None:
+        """What loaders and trainers did since the last look, and what follows from it. ``waited_s``: trainers so far, on average."""
+        if self._scaler is None:
+            self._watch(onlooker(options, self.planner.spec.read_ahead))
+        if self.planner.finished is None and self.building.mailboxes:
+            self._conclude(self._observed(now, {0: self.loading.gauge()}, self._taken, waited_s, hosts=1), now)
+
+    def _numbers(self, source: int) -> range:
+        loaders = [s.loaders for s in self.planner.spec.sources]
+        first = sum(loaders[:source])
+        return range(first, first + loaders[source])
+
     def move(self, source: int, hosts: Sequence[str]) -> None:
         raise JobError(["all loaders live in this process; runtime='process' has hosts to move them to"], "move")
 
@@ -250,6 +270,7 @@ class Host(Written):
             "constructors": [row | here for row in self.building.figures()],
             "memory": self.held_bytes(),
             "hosts": [],
+            "scaling": self._watch_figures(time.monotonic()),
         }
 
     def broke(self, error: Exception) -> None:

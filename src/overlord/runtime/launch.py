@@ -34,7 +34,8 @@ def launch(
     rank_nodes=["gpu-0", ...] by rank, sidecar=0.5 (of those nodes' idle cores and memory, for loaders),
     reserve=False (True: hosts for which there is no room wait for Ray to find it). ports="7000-7099": where hosts listen, for firewalls.
     Of scaling: partition="auto" (loaders by what sources cost; "off": by what their index says), autoscale=False (True: sources are read
-    in more processes, or in fewer, as the mixture and the pace of trainers change).
+    in more processes, or in fewer, as the mixture and the pace of trainers change), watch_s=2 (how often loaders and trainers are looked
+    at, to read sources with slow reads further ahead and to name those that cannot keep up; 0: never).
     """
     if not isinstance(job, Job):
         raise JobError([f"wanted a Job, found {type(job).__name__}"], "launch")

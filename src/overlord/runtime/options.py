@@ -63,6 +63,7 @@ class Options:
     reserve: bool = False  # True: hosts for which no node has room wait for Ray, and its autoscaler, to find one
     ports: str | None = None  # "7000-7099": TCP ports at which hosts listen for others; None: any that is free
     partition: str | None = "auto"  # loaders by what sources cost, as measured; "off" or None: by what their index says
+    watch_s: float = 2.0  # between two looks at loaders and trainers: who is to be read further ahead, who cannot keep up; 0: nobody looks
     autoscale: bool | Mapping[str, Any] = False  # hosts for a source as it needs them; a mapping: True, with other limits (scaling.Limits)
 
     @staticmethod
@@ -78,7 +79,7 @@ class Options:
         for name, least in (("prefetch", 1), ("buffer_bytes", 1), ("open_bytes", 1), ("open_files", 1)):
             if not _is_int(getattr(self, name)) or getattr(self, name) < least:
                 found.append(f"{name}: wanted a whole number of at least {least}, found {getattr(self, name)!r}")
-        for name in ("stall_warn_s", "stall_limit_s"):
+        for name in ("stall_warn_s", "stall_limit_s", "watch_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 found.append(f"{name}: wanted a number of seconds, found {value!r}")

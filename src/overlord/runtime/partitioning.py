@@ -17,6 +17,7 @@ from overlord.runtime.hosting import Hosting, SourceLoad, load_of, plan_hosts, r
 from overlord.runtime.options import Options, n_cores, n_workers
 from overlord.runtime.profiles import known, path_of, quick, save
 from overlord.runtime.starting import scales
+from overlord.scaling.levels import CLUSTER
 from overlord.scaling.partition import Limits, Partition, Resources, partition
 from overlord.scaling.profile import JobProfile, SourceProfile
 from overlord.scaling.sharing import widened
@@ -116,7 +117,7 @@ def beside_s(blueprint: Blueprint) -> float:
 
 def partition_of(
     blueprint: Blueprint, *, cores: int | None = None, memory_bytes: int | None = None, per_source: int | None = None,
-    per_actor: int | None = None, worth_s: float = 0.0,
+    per_actor: int | None = None, worth_s: float = 0.0, cluster: int = CLUSTER,
 ) -> Partition:  # fmt: skip
     """A job's partition; ``hosts=`` of its launch says how many cores are for loading alone."""
     options, job = blueprint.options, blueprint.job
@@ -127,6 +128,7 @@ def partition_of(
         Limits(
             batch=batch_samples(blueprint), per_source=per_source, per_actor=per_actor, loaders=dict(options.loaders or {}),
             sources_per_host=options.sources_per_host, together=bool(of_kind(job.hooks, LOADER)), worth_s=worth_s,
+            cluster=cluster,
         ),
     )  # fmt: skip
 
@@ -137,10 +139,16 @@ def hosting_of(blueprint: Blueprint) -> Hosting:
     hosting = _partitioned(blueprint) if options.partition == "auto" else _guessed(blueprint)
     if not scales(blueprint):
         return hosting
-    named, cores = options.loaders or {}, options.hosts or n_cores()
+    named, cores = options.loaders or {}, _cores_to_come(options)
     shares = [1 if load.name in named else min(load.shares, cores) for load in loads_of(blueprint)]
     loaders, host_of = widened(hosting.loaders, hosting.host_of, shares)
     return replace(hosting, loaders=loaders, host_of=host_of)
+
+
+def _cores_to_come(options: Options) -> int:
+    """Loader hosts that a scaled job may have in the end: a cluster may get more cores than it has now."""
+    said = options.autoscale.get("cores", 1) if isinstance(options.autoscale, Mapping) else 1
+    return max(options.hosts or n_cores(), said)
 
 
 def _guessed(blueprint: Blueprint) -> Hosting:
@@ -211,7 +219,7 @@ def joining(blueprint: Blueprint, runtime: str) -> Blueprint:
 def _loaders_apart(blueprint: Blueprint) -> int:
     """Of the last source, where it gets a host of its own, or more of them later."""
     n = partition_of(blueprint).hosting.loaders[-1] if blueprint.options.partition == "auto" else 1
-    return max(n, min(loads_of(blueprint)[-1].shares, blueprint.options.hosts or n_cores())) if scales(blueprint) else n
+    return max(n, min(loads_of(blueprint)[-1].shares, _cores_to_come(blueprint.options))) if scales(blueprint) else n
 
 
 def _matters(loads: Sequence[SourceLoad], samples: int, options: Options) -> bool:

@@ -1,6 +1,7 @@
 """Measuring a source: its real reader and its real transforms on a few slices, within bounds on rows and seconds.
 
-Seconds are of the thread that works, since a core is what is divided among sources; transforms in a worker process are timed by the clock.
+Seconds are by the clock, and beside them what cores were busy with of them, here and in a worker process: cores are what is divided among
+sources, and the rest is what storage, or a transform that asks somebody else, lets one wait for.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.hashing import digest
-from overlord.loader.reader import SourceReader, Stages
+from overlord.loader.reader import SourceReader, Stages, core_s
 from overlord.messages import Evaluate, Read
 from overlord.observe.memory import pss_bytes
 from overlord.runtime.bootstrap import SourceKit
@@ -33,7 +34,7 @@ from overlord.transforms.worker import TransformWorker
 BLOCK = 64  # rows that are transformed between two looks at the clock
 TRANSFERS = 4  # times that samples are handed over, to be seen above the clock's grain
 
-Clock = Callable[[], float]
+Clock = Callable[[], np.ndarray]  # seconds by the clock, and of cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ class _Timed:
 
     stages: Stages
     clock: Clock
-    seconds: float = 0.0
+    seconds: np.ndarray = field(default_factory=lambda: np.zeros(2))
     dropped: int = 0
 
     def slice_stage(self, table: pa.Table, ids: RowIds) -> Staged:
@@ -76,7 +77,7 @@ class _Timed:
             self.dropped += staged.dropped
             return staged
         finally:
-            self.seconds += self.clock() - start
+            self.seconds = self.seconds + self.clock() - start
 
     def row_stage(self, table: pa.Table) -> Block:
         return self.stages.row_stage(table)
@@ -90,7 +91,7 @@ def measure(kit: SourceKit, bounds: Bounds, over: Callable[[], bool] = lambda: F
     try:
         slice_rows = max(1, min(kit.read.slice_rows, bounds.rows))
         chunks = ChunkReader(kit.index, replace(kit.read, slice_rows=slice_rows), cache)
-        probe = _Probe(kit, chunks, worker or kit.pipeline, bounds, over, time.perf_counter if worker else time.thread_time)
+        probe = _Probe(kit, chunks, worker or kit.pipeline, bounds, over)
         probe.run()
         return probe.profile(_file_bytes(kit, bounds) if bounds.memory and probe.samples else 0)
     finally:
@@ -102,15 +103,16 @@ def measure(kit: SourceKit, bounds: Bounds, over: Callable[[], bool] = lambda: F
 class _Probe:
     """Windows of single chunks in stream order, until the bounds are reached, and what they took."""
 
-    def __init__(self, kit: SourceKit, chunks: ChunkReader, stages: Stages, bounds: Bounds, over: Callable[[], bool], clock: Clock):
-        self._kit, self._bounds, self._over, self._clock = kit, bounds, over, clock
-        self._stages = _Timed(stages, clock)
+    def __init__(self, kit: SourceKit, chunks: ChunkReader, stages: Stages, bounds: Bounds, over: Callable[[], bool]):
+        self._kit, self._bounds, self._over = kit, bounds, over
+        self._clock: Clock = lambda: np.array([time.perf_counter(), core_s(stages)])
+        self._stages = _Timed(stages, self._clock)
         self._reader = SourceReader(kit.order, chunks, self._stages)
         self._began = time.perf_counter()
         self._pieces: list[Content] = []
         self.samples = self._tokens = self._evaluated = self._raw_bytes = 0
         self._rows = self._covered = 0  # raw rows that were read, and that what was read pays for
-        self._read_s = self._transform_s = 0.0
+        self._read_s = self._transform_s = np.zeros(2)
 
     def run(self) -> None:
         for chunk in self._kit.order.chunk_order(0).tolist():
@@ -129,8 +131,8 @@ class _Probe:
         start, before, dropped = self._clock(), self._stages.seconds, self._stages.dropped
         window = self._reader.read(Read(0, 0, 0, t, (chunk,)))
         staged = self._stages.seconds - before
-        self._read_s += self._clock() - start - staged
-        self._transform_s += staged
+        self._read_s = self._read_s + self._clock() - start - staged
+        self._transform_s = self._transform_s + staged
         rows = window.rows + self._stages.dropped - dropped
         self._rows += rows
         self._covered += rows if not self._whole(chunk) else int(self._kit.index.chunks.rows[chunk]) if not t else 0
@@ -147,7 +149,7 @@ class _Probe:
     def _evaluate(self, most: int) -> int:
         start = self._clock()
         evaluated, content = self._reader.evaluate(Evaluate(0, min(BLOCK, most)))
-        self._transform_s += self._clock() - start
+        self._transform_s = self._transform_s + self._clock() - start
         self._evaluated += evaluated.rows
         self.samples += len(content)
         self._tokens += int(content.tokens.offsets[-1] - content.tokens.offsets[0])
@@ -161,10 +163,11 @@ class _Probe:
         window = min(kit.order.group_size, len(kit.index.chunks)) * kit.read.slice_rows
         window = min(window, kit.index.rows) if kit.index.rows is not None else window
         row_bytes = self._raw_bytes / self._rows + sum(p.nbytes for p in self._pieces) / self._evaluated
-        read_s = max(0.0, self._read_s) / max(1, self._covered) * self._rows / n * self._part
+        read = np.maximum(0.0, self._read_s) / max(1, self._covered) * self._rows / n * self._part
+        transform = np.maximum(0.0, self._transform_s) / n
         return SourceProfile(
             name=kit.index.source, fingerprint=fingerprint, samples=n, tokens=self._tokens / n,
-            read_s=read_s, transform_s=self._transform_s / n, core_s=read_s + self._transform_s / n,
+            read_s=float(read[0]), transform_s=float(transform[0]), core_s=float(read[1] + transform[1]),
             transfer_s=_transfer_s(self._pieces), buffer_bytes=round(row_bytes * window), file_bytes=file_bytes,
         )  # fmt: skip
 

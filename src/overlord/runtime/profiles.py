@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from overlord.hashing import digest
 from overlord.job import Job
@@ -25,7 +26,8 @@ from overlord.runtime.probing import Bounds, fingerprint_of, machine, measure
 from overlord.scaling.profile import BadProfile, JobProfile, SourceProfile
 from overlord.sources.filefaults import is_disk
 from overlord.sources.index import default_cache_dir
-from overlord.sources.uris import SCHEME
+from overlord.sources.patience import Later
+from overlord.sources.uris import OBJECT_STORES, SCHEME, scrub
 
 if TYPE_CHECKING:
     from overlord.runtime.hosting import SourceLoad
@@ -43,32 +45,73 @@ EVERY_S = (15.0, 600.0)  # between two refreshes: the first, and as it doubles t
 # files
 
 
-def path_of(job: Job, cache_dir: str | Path | None) -> Path:
-    """In the job's journal where that is a directory, else in the cache, by the names of job and sources."""
+def path_of(job: Job, cache_dir: str | Path | None) -> Path | str:
+    """In the job's journal, a directory or a store (then as a URI); without one in the cache, by the names of job and sources."""
     journal = None if job.journal is None else os.fspath(job.journal)
     if journal is not None and not SCHEME.match(journal):
         return Path(journal) / PROFILE
+    scheme = "" if journal is None else journal.partition("://")[0].lower()
+    if journal is not None and scheme == "file":
+        return Path(unquote(urlsplit(journal).path)) / PROFILE
+    if journal is not None and scheme in OBJECT_STORES:
+        body, mark, options = journal.partition("?")
+        return f"{body.rstrip('/')}/{PROFILE}{mark}{options}"
     base = default_cache_dir().parent if cache_dir is None else Path(cache_dir)
     return base / "profiles" / f"{digest(job.name, *job.names)}.json"
 
 
-def load(path: Path) -> JobProfile:
+def load(path: Path | str) -> JobProfile:
     """What is there; nothing, and a warning, where that is broken."""
     try:
-        with open(path, "rb") as file:
-            text = file.read(LARGEST + 1)
+        text = _fetched(path) if isinstance(path, str) else _read(path)
         if len(text) > LARGEST:
             raise BadProfile(f"wanted at most {LARGEST} bytes")
         return JobProfile.from_plain(json.loads(text))
     except FileNotFoundError:
         pass  # nothing was kept yet
     except (OSError, ValueError, RecursionError) as error:
-        log.warning("profile %s is not used, and sources are measured again: %s", path, f"{error}"[:300])
+        log.warning("profile %s is not used, and sources are measured again: %s", shown(path), f"{error}"[:300])
     return JobProfile()
 
 
-def save(path: Path, profile: JobProfile) -> bool:
+def shown(path: Path | str) -> str:
+    """For people: no secrets."""
+    return scrub(os.fspath(path))
+
+
+def _read(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(LARGEST + 1)
+
+
+def _fetched(uri: str) -> bytes:
+    """As patiently as the journal is read, without which the job does not begin anyway."""
+    from overlord.sources.stores import Remote
+
+    remote, path = Remote.of(uri)
+    entry = remote.look(path)
+    if entry is None or entry.file is None:
+        raise FileNotFoundError(path)
+    return bytes(remote.read(entry.file, 0, min(entry.file.size, LARGEST + 1))) if entry.file.size else b""
+
+
+def _put(uri: str, profile: JobProfile) -> bool:
+    from overlord.sources.stores import Remote
+
+    try:
+        remote, path = Remote.of(uri)
+        remote.tally.hasty = True  # it is asked once: the next refresh comes anyway
+        remote.replace(path, json.dumps(profile.to_plain()).encode())
+    except (OSError, ValueError, Later) as error:
+        log.warning("profile %s is not kept: %s", shown(uri), str(error) or "the store did not answer as it should")
+        return False
+    return True
+
+
+def save(path: Path | str, profile: JobProfile) -> bool:
     """Into a file of its own first: a reader never sees half a profile. Whether it could be written."""
+    if isinstance(path, str):
+        return _put(path, profile)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-profile-")
@@ -203,7 +246,8 @@ class Refresher:
         """Of sources of which enough has come together; what there is of the others is kept until then."""
         buffers: dict[str, int] = {}
         for row in rows:
-            now = {n: float(row.get(n, 0)) for n in ("samples", "tokens", "read_asked_s", "transform_s", "core_s")}
+            now = {n: float(row.get(n, 0)) for n in ("samples", "tokens", "core_s")}
+            now["read_s"], now["transform_s"] = row.get("of_samples_s", (0.0, 0.0))
             if not now["samples"]:  # nothing yet, or its host does not answer
                 continue
             before = self._before.get((row["source"], row["loader"]), {})
@@ -220,7 +264,7 @@ class Refresher:
     def _of(self, name: str, sums: Mapping[str, float], buffer_bytes: int) -> SourceProfile:
         n = sums["samples"]
         return SourceProfile(
-            name=name, fingerprint=self._fingerprints[name], samples=int(n), read_s=max(0.0, sums["read_asked_s"]) / n,
+            name=name, fingerprint=self._fingerprints[name], samples=int(n), read_s=max(0.0, sums["read_s"]) / n,
             transform_s=max(0.0, sums["transform_s"]) / n, core_s=max(0.0, sums["core_s"]) / n,
             tokens=max(0.0, sums["tokens"]) / n, buffer_bytes=buffer_bytes,
         )  # fmt: skip

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +24,11 @@ from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.changes import Changes
 from overlord.runtime.delivery import MOVED
 from overlord.runtime.engines import Engine, keep, make_engine, why_not
+from overlord.runtime.host import Host
 from overlord.runtime.inside import InsideBox
 from overlord.runtime.local import Pump
+from overlord.runtime.machine import Machine
+from overlord.runtime.options import Options
 from overlord.runtime.profiles import Refresher
 from overlord.runtime.questions import Questions
 from overlord.runtime.resharding import Resharding, not_in_the_mesh
@@ -82,6 +86,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         self._refresher = Refresher(blueprint, self._figures) if blueprint.options.partition == "auto" else None
         if self._refresher is not None:
             self._refresher.start()
+        self._stop_looking = self._watch_here(blueprint.options)
 
     def client(self, rank: int = 0) -> Client:
         """The client of one rank. Open the clients of all ranks of this process before iterating the first."""
@@ -118,6 +123,18 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             self._begun = True
             host = self._host
         self._pump.ask(lambda: self._attach(host), "clients to be attached")
+
+    def _watch_here(self, options: Options) -> Callable[[], None]:
+        """Where all cores are in this process, look at loaders and trainers every now and then; elsewhere the planner's host does."""
+        if not options.watch_s or not isinstance(self._host, Host):
+            return lambda: None
+
+        def look() -> None:
+            host, waits = self._host, [client.waited_s for client in list(self._clients.values())]
+            if isinstance(host, Host) and waits:
+                self._pump.post(lambda: host.look(options, math.fsum(waits) / len(waits), time.monotonic()))
+
+        return Machine().every(options.watch_s, look, "overlord watch")
 
     def _attach(self, host: Engine) -> None:
         """In the pump. Who takes part is asked here: one who closed since this was sent for would hold up all others for ever."""
@@ -308,6 +325,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         if self._closed:
             return
         self._closed = True
+        self._stop_looking()
         if self._refresher is not None:
             self._refresher.close()
         self._pump.stop()

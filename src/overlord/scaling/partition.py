@@ -22,6 +22,7 @@ HOST_BYTES = 28 * 2**20  # of a host before it reads anything
 EVERY, BY_EIGHT = 64, 512  # numbers of cores that are tried one by one, and by eight; by 64 beyond
 THREADS = 8  # of a host that are busy at a time: beyond, its interpreter lock is what they wait for
 SECOND = 0.9  # of a core that a host's second thread is worth, and each after it: they share a lock, and processes do not
+TOLD = 3  # sources that are named where many are the same matter
 CLOSE = 1e-9  # rates that differ by less are equal
 
 
@@ -81,6 +82,9 @@ class Share:
     actors: int
     work: float  # of all work
     reason: str
+    cost: float  # seconds of one core for every drawn sample
+    most: int  # loaders that it may have, on however many cores
+    why_not_more: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +120,15 @@ class Partition:
             return ""
         cores = math.ceil(demand * self.sample_s - CLOSE)
         more = f"it takes {cores} cores in all" if cores > self.resources.cores else "more cores would not help"
-        return f"{1 - self.rate / demand:.1%} of the demand are not met; {more}, and what holds it back is {self.bound}"
+        said = f"{1 - self.rate / demand:.1%} of the demand are not met; {more}, and what holds it back is {self.bound}"
+        return "; ".join([said, *self._short_of_loaders(demand)])
+
+    def _short_of_loaders(self, demand: float) -> list[str]:
+        """The sources that could not keep up on any number of cores, those first that are the furthest from it."""
+        wanted = [(math.ceil(demand * s.cost - CLOSE), s) for s in self.shares]
+        short = sorted(((n, s) for n, s in wanted if n > s.most), key=lambda found: (-found[0] / found[1].most, found[1].source))
+        said = [f"on any number of cores source {s.source!r} would take {n} loaders and can have {s.why_not_more}" for n, s in short[:TOLD]]
+        return said + [f"{len(short) - TOLD} more are short of loaders too"] * (len(short) > TOLD)
 
 
 def partition(loads: Sequence[SourceLoad], resources: Resources, limits: Limits | None = None) -> Partition:
@@ -302,8 +314,11 @@ class _Search:
             reason = "light: shares a host" if wanted <= 1 else why
         else:
             reason = f"{work:.0%} of the work is worth {wanted:.1f} cores; {why}"
-        return Share(source=load.name, cluster=cluster, level=self.level[i].level, cores=cores, loaders=n, actors=actors, work=work,
-                     reason=reason)  # fmt: skip
+        most = self.limits.loaders.get(load.name, self.limits.most(load))
+        return Share(
+            source=load.name, cluster=cluster, level=self.level[i].level, cores=cores, loaders=n, actors=actors, work=work, reason=reason,
+            cost=load.cost, most=most, why_not_more=self._why(load, most),
+        )  # fmt: skip
 
 
 def _tried_cores(most: int) -> Iterator[int]:

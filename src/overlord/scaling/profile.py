@@ -1,7 +1,8 @@
 """What sources cost: the tuple (P, T, M) of the Overlord paper (arXiv 2504.09844), section 5.1, for each of them, and for all of a job.
 
-P is what one sample takes to be read and transformed, in seconds of one core; T what it takes to be handed over; M is memory: M_b of
-buffers, M_d of file access state. All of it was measured by somebody; here it is kept, checked, averaged and looked at.
+P is what one sample takes to be read and transformed, in seconds, and what cores were busy with of them; T what it takes to be handed
+over; M is memory: M_b of buffers, M_d of file access state. All of it was measured by somebody; here it is kept, checked, averaged and
+looked at.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class BadProfile(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceProfile:
-    """What one source costs. Seconds are per sample: of one core where it was probed, by the clock where its loaders measured them while a
-    job ran, and then ``core_s`` says how much of that a core was busy. 0 bytes: nobody has measured them."""
+    """What one source costs. Seconds are per sample and by the clock; ``core_s`` says how much of that cores were busy.
+    0 bytes: nobody has measured them."""
 
     name: str
     fingerprint: str  # of its files and transforms: other ones cost something else

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEAST_TAIL = 4.0  # a slow read counts as one of a long tail when it takes so many times what a usual one does
+WAITED = 0.02  # of their time that trainers wait before anybody is named where nothing can be moved
 MOST_AHEAD = 32  # steps' worth of samples held ready of one source; bytes are bounded beside that
 
 
@@ -158,10 +159,14 @@ class _Need:
 
 
 class Scaler:
-    """``handle(observed, now) -> decisions``: at most one ``Scale`` at a time, the most urgent."""
+    """``handle(observed, now) -> decisions``: at most one ``Scale`` at a time, the most urgent.
 
-    def __init__(self, limits: Limits, read_ahead: int = 2):
-        self.limits, self._read_ahead = limits, read_ahead
+    ``fixed``: nothing is moved, and what a source has are loaders, each on a core of its own; there it is only said who is to be read
+    further ahead, and who cannot keep up."""
+
+    def __init__(self, limits: Limits, read_ahead: int = 2, *, fixed: bool = False):
+        self.limits, self._read_ahead, self.fixed = limits, read_ahead, fixed
+        self._all = 0.0  # cores that all sources together take
         self._known: dict[str, _Known] = {}
         self._paces: deque[Observed] = deque(maxlen=4 * limits.window)  # waits are told when they are over, and may be long
         self.pace = 0.0  # steps a second that trainers would take if they never waited; 0: not known yet
@@ -181,6 +186,8 @@ class Scaler:
         if observed.changing:
             return decisions
         ups, short = self._ups(observed, needs, now)
+        if self.fixed:
+            return [*decisions, *short]
         return [*decisions, *short, *(ups[:1] or self._downs(observed, needs, now, pressed=self._is_pressed())[:1])]
 
     def figures(self) -> dict[str, dict[str, float]]:
@@ -218,6 +225,7 @@ class Scaler:
         share = {s.name: max(s.share, self._known[s.name].share) for s in observed.sources}
         now = {s.name: self.pace * self._samples(s, share[s.name], per_step) * self._known[s.name].cost_s for s in observed.sources}
         later = {s.name: self.pace * self._samples(s, s.ahead, per_step) * self._known[s.name].cost_s for s in observed.sources}
+        self._all = math.fsum(now.values())
         on: dict[int, float] = {}
         for s in observed.sources:
             for h in s.hosts:
@@ -240,11 +248,16 @@ class Scaler:
     def _count(self, observed: Observed, needs: dict[str, _Need]) -> None:
         for s in observed.sources:
             known, need = self._known[s.name], needs[s.name]
-            up = need.most > self.limits.high * need.room and (need.later > need.now or self.waited > 0.01 or self._is_busy(s, observed))
+            up = need.most > self.limits.high * need.room and self._is_missed(s, need, observed)
             down = need.fewest(self.limits.low) < len(s.hosts)
             known.above, known.below = known.above + 1 if up else 0, known.below + 1 if down else 0
             known.fine = 0 if up or self._waits_for_storage(s, need) else known.fine + 1
             known.short = known.short if known.fine < self.limits.idle_patience else 0
+
+    def _is_missed(self, seen: SourceSeen, need: _Need, observed: Observed) -> bool:
+        if self.fixed:
+            return self.waited > WAITED
+        return need.later > need.now or self.waited > 0.01 or self._is_busy(seen, observed)
 
     def _is_busy(self, seen: SourceSeen, observed: Observed) -> bool:
         """What is seen beats what is reckoned: a source whose loaders idle needs no more of them."""
@@ -266,10 +279,18 @@ class Scaler:
             if hosts > had:
                 ups.append(self._changed(Scale(source=s.name, hosts=hosts, had=had, reason=self._why(s, need)), now))
             if hosts < wanted and self._is_news(s.name, wanted):
-                short.append(CannotKeepUp(source=s.name, hosts=hosts, wanted=wanted, reason=self._why_not(s, need, hosts)))
+                short.append(self._short(s, need, hosts, wanted))
             if ups:
                 break
         return ups, short + [self._slow_storage(s, needs[s.name]) for s in observed.sources if self._is_slow(s, needs[s.name])]
+
+    def _short(self, seen: SourceSeen, need: _Need, hosts: int, wanted: int) -> CannotKeepUp:
+        if not self.fixed:
+            return CannotKeepUp(source=seen.name, hosts=hosts, wanted=wanted, reason=self._why_not(seen, need, hosts))
+        why = f"{self._rates(seen, need.most)}, trainers wait {self.waited:.0%} of their time; loaders= and autoscale=True give it more"
+        if self._all > self.limits.cores:
+            why += f"; all sources together take {self._all:.2g} cores of {self.limits.cores}, so that alone is not enough"
+        return CannotKeepUp(source=seen.name, hosts=hosts, wanted=wanted, reason=why, what="loaders")
 
     def _is_news(self, source: str, wanted: int) -> bool:
         """Said once, and again when it is another matter."""
@@ -293,7 +314,8 @@ class Scaler:
 
     def _slow_storage(self, seen: SourceSeen, need: _Need) -> CannotKeepUp:
         known = self._known[seen.name]
-        why = f"a sample takes {known.took_s * 1e3:.3g} ms, of a core {known.cost_s * 1e3:.3g} ms; so many loaders= read side by side"
+        why = f"a sample takes {known.took_s * 1e3:.3g} ms, of a core {known.cost_s * 1e3:.3g} ms: it waits for storage, for whom its "
+        why += "transforms ask, or for the interpreter's lock (workers='processes'); so many loaders= wait side by side"
         return CannotKeepUp(source=seen.name, hosts=seen.most, wanted=known.short, what="loaders", reason=why)
 
     def _free(self, observed: Observed) -> int:

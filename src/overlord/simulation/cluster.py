@@ -36,7 +36,7 @@ class Cluster:
         self.history = History()
         job = scenario.job()
         # By the index alone: a seed of the past must go on meaning what it meant, however partitions are improved.
-        self.blueprint = Blueprint(job, Options.of({"partition": "off", **scenario.options}))
+        self.blueprint = Blueprint(job, Options.of({"partition": "off", "watch_s": 0.0, **scenario.options}))
         self.prefetch = self.blueprint.options.prefetch
         self.session = self.first = 0
         self.mesh, self._stop_at = scenario.mesh, STEPS  # the first step that trainers do not take, since the mesh is about to change

@@ -64,10 +64,10 @@ class RememberingReader(SourceReader):
         self._memory: Memory = memory
         self._key: tuple[Any, ...] = ()
 
-    def _open(self, command: Read) -> tuple[_Window, tuple[int, ...]]:
+    def _open(self, command: Read, spent: np.ndarray) -> tuple[_Window, tuple[int, ...]]:
         key = self._key = (self.order.name, command.epoch, command.chunks, command.window, command.after)
         if (found := self._memory.windows.get(key)) is None:
-            found = self._memory.windows[key] = super()._open(command)
+            found = self._memory.windows[key] = super()._open(command, spent)
         w = found[0]
         return _Window(w.key, w.file, w.row, w.at, w.tables, w.reasons, w.dropped, w.after), found[1]
 

@@ -112,6 +112,11 @@ class Remote:
 
         return self._persist(path, "written", once, len(data))
 
+    def replace(self, path: str, data: bytes) -> None:
+        """Puts an object, whatever is there."""
+        client, key = self._client(), self._key(path)
+        self._persist(path, "written", lambda: client.put(key, data, use_multipart=False), len(data))
+
     def delete(self, paths: Sequence[str]) -> None:
         """Objects that are not there are no fault: somebody was quicker, or an answer was lost."""
         client = self._client()

@@ -10,9 +10,10 @@ import pickle
 import signal
 import socket
 import struct
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from threading import Lock
+from threading import Lock, local
 from typing import Any, NoReturn
 
 import msgspec
@@ -47,6 +48,7 @@ class Reply(msgspec.Struct, frozen=True):
     dropped: int = 0
     image_bytes: tuple[int, int] = (0, 0)  # in files, as pixels
     error: list[str] | None = None  # TransformError's fields, or [name, text] of anything else
+    core_s: float = 0.0  # that cores were busy with it, there
 
 
 @dataclass(slots=True, eq=False)
@@ -55,12 +57,19 @@ class _Child:
     pipe: Connection
 
 
+class _Spent(local):
+    """By thread."""
+
+    seconds = 0.0
+
+
 class TransformWorker:
     """The stages of a pipeline, run by a child process. Safe to call from several threads, one batch at a time."""
 
     def __init__(self, pipeline: Pipeline, name: str = "", *, deadline_s: float = DEADLINE_S) -> None:
         self.name = name or f"transforms of {pipeline.source!r}"
         self._pipeline, self._deadline_s, self._lock = pipeline, deadline_s, Lock()
+        self._spent = _Spent()
         self._child: _Child | None = _spawn(pipeline, self.name, deadline_s)
         with self._lock:
             self._answer("start")  # imports and tokenizer are paid here, and their faults told
@@ -68,6 +77,10 @@ class TransformWorker:
     @property
     def pid(self) -> int | None:
         return self._child.process.pid if self._child else None
+
+    def core_s(self) -> float:
+        """Seconds that cores were busy in the child for the thread that asks: several loaders may share a worker."""
+        return self._spent.seconds
 
     def set_deadline(self, seconds: float) -> None:
         """How long one batch may take from now on."""
@@ -132,6 +145,7 @@ class TransformWorker:
             self._stalled(stage)
         except (OSError, EOFError):
             self._lost(stage)
+        self._spent.seconds += reply.core_s
         if reply.error is not None:
             self._raise(reply.error)
         return reply, [name for name, _ in reply.arrays], out
@@ -206,7 +220,9 @@ def _serve(pipe: Connection, pipeline: Pipeline) -> None:
         while True:
             call = msgspec.json.decode(pipe.recv_bytes(), type=Call)
             rows = _array(pipe.recv_bytes(), "<i8") if call.stage == "slice" else None
-            _send(pipe, *_work(pipeline, call, rows, _from_ipc(pipe.recv_bytes())))
+            table, before = _from_ipc(pipe.recv_bytes()), time.process_time()
+            reply, parts = _work(pipeline, call, rows, table)
+            _send(pipe, msgspec.structs.replace(reply, core_s=time.process_time() - before), parts)
     except (EOFError, OSError):
         return
 
