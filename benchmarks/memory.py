@@ -62,11 +62,9 @@ def grid(sources: Sequence[int], ranks: Sequence[int], workers: Sequence[int], k
             for r in ranks:
                 for w in workers if r == ranks[0] else sorted({workers[0], workers[-1]}):
                     made.append(Case(kind=COLOCATED, folder=folder, n_sources=n, ranks=r, workers=w))
-        for kind in (k for k in (LOCAL, PROCESS) if k in kinds):
+        for kind in (k for k in (LOCAL, PROCESS, RAY) if k in kinds):
             shapes = sorted({(ranks[0], workers[-1]), (ranks[-1], workers[0]), (ranks[-1], workers[-1])})
             made += [Case(kind=kind, folder=folder, n_sources=n, ranks=r, workers=w) for r, w in shapes]
-        if RAY in kinds and n in (sources[0], sources[-1]):
-            made.append(Case(kind=RAY, folder=folder, n_sources=n, ranks=ranks[-1], workers=workers[-1]))
     return sorted(made, key=lambda c: (c.n_sources, c.ranks * c.workers if c.kind == COLOCATED else 0))
 
 
@@ -192,7 +190,7 @@ def slope_rows(slopes: Sequence[Slopes]) -> list[list[str]]:
 def flatness(found: Sequence[Found]) -> list[str]:
     """What one more rank takes, by number of sources: the promise is that it does not grow with them."""
     lines = []
-    for kind in (LOCAL, PROCESS, COLOCATED):
+    for kind in (LOCAL, PROCESS, RAY, COLOCATED):
         cells = [
             f
             for f in found

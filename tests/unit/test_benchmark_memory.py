@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -69,12 +69,12 @@ def test_what_a_rank_takes_is_told_by_number_of_sources() -> None:
     assert memory.slope_rows([slopes])[0][-2:] == ["thread 7.000", "0%"]
 
 
-def test_cells_go_from_small_to_large_and_ray_runs_at_the_ends() -> None:
+def test_cells_go_from_small_to_large_and_every_runtime_has_the_same() -> None:
     cases = memory.grid([5, 100, 300], [2, 8], [1, 4], [COLOCATED, LOCAL, PROCESS, RAY], "")
     assert [c.n_sources for c in cases] == sorted(c.n_sources for c in cases)
-    assert [(c.n_sources, c.ranks) for c in cases if c.kind == RAY] == [(5, 8), (300, 8)]
     assert LARGEST in cases
-    assert {(c.ranks, c.workers) for c in cases if c.kind == PROCESS} == {(2, 4), (8, 1), (8, 4)}
+    for kind, n in product((LOCAL, PROCESS, RAY), (5, 100, 300)):
+        assert {(c.ranks, c.workers) for c in cases if (c.kind, c.n_sources) == (kind, n)} == {(2, 4), (8, 1), (8, 4)}
     more = memory.extras([5, 100, 300], [2, 8], [1, 4], [COLOCATED, LOCAL, PROCESS, RAY], "")
     assert {c.kind for c in more if c.partition == "auto"} == {LOCAL, PROCESS, RAY}
     shapes = memory.parallelism([5, 100, 300], [1, 4], [COLOCATED, PROCESS, RAY], "")
