@@ -42,6 +42,17 @@ def test_megatron_gets_slices_as_they_are_with_bounds_of_the_whole(tmp_path: Pat
         assert mask[0].tolist() == megatron.padding_mask(whole)[0, torch.tensor(index)].tolist()
 
 
+def test_megatron_gets_a_padding_mask_on_every_rank_of_every_stage(tmp_path: Path):
+    place = ov.ClientPlaceTree(pp=3, cp=2)
+    steps = first_steps(replace(placed(tmp_path), place=place))
+    for rank, step in enumerate(steps):
+        r = place.coords(rank)["cp"]
+        index = slice_index(step[0]["cu_seqlens_padded"], 2, r, "zigzag")
+        batch = megatron.get_batch(iter(step), cp=(2, r))
+        assert batch.padding_mask[0].tolist() == megatron.padding_mask(step[0], index)[0].tolist()
+        assert all(array.shape == batch.padding_mask.shape for array in (batch.tokens, batch.labels) if array is not None)
+
+
 def test_a_framework_that_cuts_itself_gets_the_whole_on_every_rank(tmp_path: Path):
     steps = first_steps(placed(tmp_path, "none", cp=2))
     found = [torchtitan.flat(step[0]) for step in steps]
