@@ -95,6 +95,17 @@ def test_a_rank_that_is_served_by_another_says_so(tmp_path: Path):
     assert ot.tensors({}) == {}
 
 
+def test_figures_of_clients_that_broadcast_nothing_say_who_fetches(tmp_path: Path):
+    job = placed(tmp_path, tp=2)
+    for broadcast, wanted in ((True, [(True, 0, [0, 1], 1), (False, 0, [0, 1], 1)]), (False, [(True, 0, [0], None), (True, 1, [1], None)])):
+        with ov.launch(job, broadcast=broadcast) as session:
+            clients = [session.client(rank) for rank in range(2)]
+            steps = [next(client) for client in clients]
+            figures = [client.figures() for client in clients]
+        assert [(f["fetches"], f["fetcher"], f["group"], f["fetching_ranks"]) for f in figures] == wanted
+        assert [f["bytes_fetched"] for f in figures] == [sum(array.nbytes for mb in step for array in mb.values()) for step in steps]
+
+
 def test_losses_of_sources_over_slices_are_those_of_the_whole(tmp_path: Path):
     job = placed(tmp_path, cp=2)
     steps = first_steps(job)
