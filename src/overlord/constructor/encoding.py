@@ -229,9 +229,13 @@ def placeholders(staged: StagedStep) -> np.ndarray:
     owner, who gets their rows, is among the ranks of the encoding: of all that are built with it."""
     e, main, place = staged.stage.encoding, staged.plan.main, staged.plan.place
     assert e is not None
+    some = np.flatnonzero(e.out_lens)  # of an image that was cut off nothing stands there
+    if not len(some):
+        return np.zeros((0, 4), np.int64)
     assert place is not None
     owner = np.repeat(np.repeat(e.ranks, e.n_slots), np.diff(e.recv_bounds))
-    return np.stack([place.bucket_of(main.axis)[owner], e.microbatch, e.position, e.out_lens], axis=1).astype(np.int64)
+    found = np.stack([place.bucket_of(main.axis)[owner], e.microbatch, e.position, e.out_lens], axis=1)
+    return found[some].astype(np.int64)
 
 
 def strike_out(wide: Wide, runs: np.ndarray, convention: str) -> None:
