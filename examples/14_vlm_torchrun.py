@@ -67,7 +67,7 @@ def train(rank: int, port: int = 0) -> None:
             dist.all_reduce(loss, group=dp[rank % 2])
             for p, group in [(p, group) for group, parts in sums.items() for part in parts for p in part.parameters()]:
                 dist.all_reduce(p.grad, group=group)
-                p.data -= 0.1 * p.grad
+                p.data -= 0.03 * p.grad
                 p.grad = None
             losses.append(loss.item())
             counts[rank] += len(maps["grid_thw"]), int(maps["send_splits"].sum() - maps["send_splits"][rank])

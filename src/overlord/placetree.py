@@ -22,7 +22,7 @@ from overlord.errors import JobError
 AXES = ("pp", "dp", "cp", "tp")
 BUCKET_AXES = {"DP": ("dp",), "CP": ("dp", "cp"), "WORLD": AXES, "PP": ("pp",), "TP": ("tp",)}
 BROADCASTS = ("TP", "CP", "PP", "DP")  # what a trainer can broadcast along, as `broadcast_at` names it
-MESH_DIMS = {axis: axis for axis in AXES} | dict.fromkeys(("dp_replicate", "dp_shard", "fsdp"), "dp")
+MESH_DIMS = {axis: axis for axis in AXES} | dict.fromkeys(("dp_replicate", "dp_shard", "ddp", "fsdp", "batch"), "dp")
 SHOWN = 4  # branches of a printed tree, and ranks that do not follow each other, before it says how many more there are
 
 
@@ -52,7 +52,8 @@ class ClientPlaceTree:
     def from_device_mesh(mesh: Any) -> ClientPlaceTree:
         """The tree of a torch ``DeviceMesh`` whose dimensions are named pp, dp, cp, tp; torch is not imported.
 
-        ``dp_replicate``, ``dp_shard`` and ``fsdp`` are folded into dp, the outer one slowest. The order of ranks is taken from
+        ``dp_replicate``, ``dp_shard``, ``ddp``, ``fsdp`` and ``batch`` are folded into dp, the outer one slowest. An ``fsdp`` that shards
+        over context parallelism too (torchtitan's) hides it: give a mesh with a dimension for cp. The order of ranks is taken from
         ``mesh.mesh`` where there is one, else from the order of the dimensions.
         """
         names, ranks = _mesh_of(mesh)

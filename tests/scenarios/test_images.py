@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import overlord as ov
 from overlord.plan import LoadingPlan
 from overlord.transforms.imagefile import header
 from overlord.transforms.pixels import fill, item_grid, item_shape
-from tests.images import IMAGES, PLACEHOLDER, job, sources, text
+from tests.images import IMAGES, PLACEHOLDER, job, picture, sources, text, tokens
 from tests.processes import PARTS, launch, play, run, until, written
+from tests.worlds import Rows
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -161,6 +163,47 @@ def test_rows_of_images_come_to_their_placeholders(name: str, tmp_path: Path) ->
                         )
                         if len(steps[0].encoder) == len(step):
                             assert len(index) == (tokens == PLACEHOLDER).sum()
+
+
+def pictured(at: str) -> ov.Source:
+    """Rows of none to three images; with markers between some tokens, at the beginning and at the end among them."""
+    rows = []
+    for i in range(48):
+        marks = np.array([[], [0], [0, 1], [1, 2, 4]][i % 4], int) if at == "marker" else np.zeros(0, int)
+        rows.append({"tokens": np.insert(tokens(i, 4), marks, 99).tolist(), "images": [picture(10 * i + k) for k in range(i % 4)]})
+    how = {**IMAGES, "at": at, "marker": 99 if at == "marker" else None}
+    return ov.Source("pictured", Rows(rows), transforms=[ov.Tokens(), ov.Images("images", **how)])
+
+
+@pytest.mark.parametrize("at", ["start", "end", "marker"])
+@pytest.mark.parametrize(
+    ("layout", "labels"), [("packed", "shifted"), ("packed", "unshifted"), ("padded", "shifted"), ("padded", "unshifted")]
+)
+def test_no_placeholder_is_predicted_and_all_other_tokens_are(layout: str, labels: str, at: str, tmp_path: Path) -> None:
+    """Of documents that are cut too, and on the last of two stages, whose tokens are on the first."""
+    batch = ov.Batch(samples=12, context=24, microbatches=2, layout=layout, labels=labels, pad_multiple=4)
+    made = job(tmp_path, batch=batch, place=ov.ClientPlaceTree(pp=2, dp=2))
+    made = replace(made, sources=[pictured(at), made.sources[2]])
+    seen = 0
+    with launch(made, "local") as session:
+        clients = [session.client(rank) for rank in range(4)]
+        for steps in zip(*clients, strict=True):
+            valid = 0
+            for first, last in ((steps[0], steps[2]), (steps[1], steps[3])):
+                for stage, mb in zip(first, last, strict=True):
+                    ids, found = stage["tokens"].reshape(-1), mb["labels"].reshape(-1)
+                    wanted = np.full(len(ids), -100)
+                    for piece in mb.samples:
+                        start = piece.offset * (batch.context if layout == "padded" else 1)
+                        for i in range(start + 1, start + piece.length):
+                            if ids[i] != PLACEHOLDER:
+                                wanted[i - (labels == "shifted")] = ids[i]
+                        seen += int((ids[start : start + piece.length] == PLACEHOLDER).sum())
+                    assert found.tolist() == wanted.tolist()
+                    assert (mb["loss_mask"].reshape(-1) == (wanted != -100)).all()
+                    valid += int((wanted != -100).sum())
+            assert {step.global_valid_tokens for step in steps} == {valid}
+    assert seen > 200
 
 
 def test_keys_of_a_microbatch_are_those_of_its_exchange_where_it_has_one(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import overlord as ov
 import overlord.torch as ot
 from overlord.constructor.microbatch import build
+from overlord.constructor.views import SPLITS, View, narrow, slice_index
 from tests.torch.jobs import VOCAB, text_job
 
 torch = pytest.importorskip("torch")
@@ -217,6 +218,32 @@ def test_the_padding_mask_is_true_on_padding():
     assert megatron.padding_mask(mb, [0, 5, 9, 11]).int().tolist() == [[0, 1, 0, 1]]
 
 
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_the_padding_mask_of_a_slice_is_the_slice_of_the_padding_mask(cp: int, split: str):
+    """Also of a stage in the middle, which has no tokens to count."""
+    rng = np.random.default_rng(cp)
+    for _ in range(20):
+        mb = made(rng.integers(1, 30, rng.integers(1, 8)).tolist(), multiple=2 * cp)
+        whole, middle = megatron.padding_mask(mb)[0], {key: mb[key] for key in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")}
+        for r in range(cp):
+            wanted = whole[torch.tensor(slice_index(mb["cu_seqlens_padded"], cp, r, split))].tolist()
+            view = View(cp=cp, cp_rank=r, split=split)
+            for part in (narrow(mb, view), middle):
+                assert megatron.get_batch(iter([part]), cp=(cp, r), cp_split=split).padding_mask[0].tolist() == wanted
+
+
+def test_a_place_along_cp_that_does_not_fit_the_slice_is_refused():
+    half = narrow(made([8, 4], multiple=4), View(cp=2, cp_rank=1))
+    for cp, split in (((4, 1), "zigzag"), ((1, 0), "zigzag"), ((2, 1), "none")):
+        with pytest.raises(ov.JobError, match=r"does not fit a slice of 6 of 12 tokens; give this rank's place along cp"):
+            megatron.get_batch(iter([half]), cp=cp, cp_split=split)
+    with pytest.raises(ov.JobError, match=r"wanted \(how many ranks, which of them\), found \(2, 2\)"):
+        megatron.padding_mask(half, cp=(2, 2))
+    with pytest.raises(ov.JobError, match="unknown 'zag'; known: zigzag, zigzag_whole, contiguous, none"):
+        megatron.padding_mask(half, cp=(2, 1), cp_split="zag")
+
+
 def test_get_batch_pulls_microbatches_one_by_one(tmp_path: Path):
     job = text_job(tmp_path, pad_multiple=4)
     with ov.launch(job) as session:
@@ -255,6 +282,12 @@ def test_get_batch_of_the_padded_layout_has_rows():
     assert batch.tokens.shape == (2, 64)
     assert batch.packed_seq_params is None
     assert np.array_equal(batch.labels.numpy(), made([5, 3], layout="padded")["labels"])
+
+
+def test_get_batch_of_a_stage_in_the_middle_of_the_padded_layout_has_nothing():
+    rows = made([5, 3], layout="padded")
+    middle = {key: rows[key] for key in ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen")}
+    assert set(megatron.get_batch(iter([middle]), cp=(1, 0))) == {None}
 
 
 # what cannot be adapted

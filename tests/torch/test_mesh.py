@@ -29,6 +29,8 @@ MESHES = [
     (16, (2, 2, 2, 2), ("pp", "dp", "cp", "tp"), {"pp": 2, "dp": 2, "cp": 2, "tp": 2}),
     (16, (2, 2, 4), ("pp", "fsdp", "tp"), {"pp": 2, "dp": 2, "tp": 4}),
     (24, (3, 2, 2, 2), ("dp_replicate", "dp_shard", "cp", "tp"), {"dp": 6, "cp": 2, "tp": 2}),
+    (16, (2, 2, 2, 2), ("pp", "batch", "cp", "tp"), {"pp": 2, "dp": 2, "cp": 2, "tp": 2}),  # torchtitan's for data
+    (8, (2, 4), ("ddp", "fsdp"), {"dp": 8}),
     (8, (2, 4), ("tp", "dp"), {"tp": 2, "dp": 4}),  # tp outermost: another order
     (1, (1,), ("dp",), {}),
 ]
@@ -46,7 +48,7 @@ def test_the_tree_of_a_device_mesh_has_its_degrees_and_its_ranks(
         at = dict(zip(names, (int(i[0]) for i in np.where(mesh.mesh.numpy() == rank)), strict=True))
         dp = 0
         for name, n in zip(names, shape, strict=True):
-            if name in ("dp", "dp_replicate", "dp_shard", "fsdp"):
+            if name not in ("pp", "cp", "tp"):
                 dp = dp * n + at[name]
         assert tree.coords(rank) == {"pp": at.get("pp", 0), "dp": dp, "cp": at.get("cp", 0), "tp": at.get("tp", 0)}
 

@@ -42,6 +42,17 @@ def test_megatron_gets_slices_as_they_are_with_bounds_of_the_whole(tmp_path: Pat
         assert mask[0].tolist() == megatron.padding_mask(whole)[0, torch.tensor(index)].tolist()
 
 
+def test_megatron_gets_a_padding_mask_on_every_rank_of_every_stage(tmp_path: Path):
+    place = ov.ClientPlaceTree(pp=3, cp=2)
+    steps = first_steps(replace(placed(tmp_path), place=place))
+    for rank, step in enumerate(steps):
+        r = place.coords(rank)["cp"]
+        index = slice_index(step[0]["cu_seqlens_padded"], 2, r, "zigzag")
+        batch = megatron.get_batch(iter(step), cp=(2, r))
+        assert batch.padding_mask[0].tolist() == megatron.padding_mask(step[0], index)[0].tolist()
+        assert all(array.shape == batch.padding_mask.shape for array in (batch.tokens, batch.labels) if array is not None)
+
+
 def test_a_framework_that_cuts_itself_gets_the_whole_on_every_rank(tmp_path: Path):
     steps = first_steps(placed(tmp_path, "none", cp=2))
     found = [torchtitan.flat(step[0]) for step in steps]
@@ -82,6 +93,17 @@ def test_a_rank_that_is_served_by_another_says_so(tmp_path: Path):
         with pytest.raises(KeyError, match=r"'tokens' is not here: rank 0 fetches this microbatch.*overlord.torch.join"):
             ot.tensors(mb)
     assert ot.tensors({}) == {}
+
+
+def test_figures_of_clients_that_broadcast_nothing_say_who_fetches(tmp_path: Path):
+    job = placed(tmp_path, tp=2)
+    for broadcast, wanted in ((True, [(True, 0, [0, 1], 1), (False, 0, [0, 1], 1)]), (False, [(True, 0, [0], None), (True, 1, [1], None)])):
+        with ov.launch(job, broadcast=broadcast) as session:
+            clients = [session.client(rank) for rank in range(2)]
+            steps = [next(client) for client in clients]
+            figures = [client.figures() for client in clients]
+        assert [(f["fetches"], f["fetcher"], f["group"], f["fetching_ranks"]) for f in figures] == wanted
+        assert [f["bytes_fetched"] for f in figures] == [sum(array.nbytes for mb in step for array in mb.values()) for step in steps]
 
 
 def test_losses_of_sources_over_slices_are_those_of_the_whole(tmp_path: Path):

@@ -109,7 +109,7 @@ def test_a_tree_comes_from_a_real_device_mesh() -> None:
         made = init_device_mesh("cpu", (2, 2, 2, 2), mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
         assert isinstance(made.mesh, torch.Tensor)
         assert ClientPlaceTree.from_device_mesh(made) == ClientPlaceTree(pp=2, dp=4, tp=2)
-        with pytest.raises(JobError, match="unknown mesh dimension 'ep'; known: pp, dp, cp, tp, dp_replicate, dp_shard, fsdp"):
+        with pytest.raises(JobError, match="unknown mesh dimension 'ep'; known: pp, dp, cp, tp, dp_replicate, dp_shard, ddp, fsdp, batch"):
             ClientPlaceTree.from_device_mesh(init_device_mesh("cpu", (8, 2), mesh_dim_names=("dp", "ep")))
         with pytest.raises(JobError, match="no names for its dimensions"):
             ClientPlaceTree.from_device_mesh(init_device_mesh("cpu", (16,)))

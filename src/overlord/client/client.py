@@ -10,12 +10,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from overlord.client.step import Microbatch, Step
 from overlord.constructor.builder import Bucket
 from overlord.errors import DataStall, OverlordError
 from overlord.messages import Sealed, StreamState, Told
 
 if TYPE_CHECKING:
+    from overlord.placetree import ClientPlaceTree
     from overlord.runtime.session import Session
 
 log = logging.getLogger("overlord")
@@ -100,6 +103,9 @@ class Client:
         self._fault: BaseException | None = None  # that one
         self.waited_s = 0.0  # time the trainer spent waiting here
         self.steps = 0
+        self.bytes_fetched = 0  # of arrays, as they travel
+        self.world_size: int | None = None  # of the trainers, where whoever opened this client knows it
+        self._shared: tuple[ClientPlaceTree | None, tuple[str, ...]] = (None, ())  # mesh and broadcasts, as the last step told them
 
     def __iter__(self) -> Client:
         return self
@@ -119,7 +125,7 @@ class Client:
                 continue
             with self._gate:
                 if inbox is self._inbox:  # else the session was moved meanwhile, and this client with it: the step comes again there
-                    self._state = told.after
+                    self._state, self._shared = told.after, (told.place, told.broadcast)
                     break
         self.steps += 1
         self._consumed(inbox, told.step)
@@ -142,6 +148,7 @@ class Client:
             waited = time.monotonic() - start
             if got is not None:
                 self.waited_s += waited
+                self.bytes_fetched += got[1].nbytes
                 return got
             if waited >= self._limit_s:
                 self.waited_s += waited
@@ -201,6 +208,17 @@ class Client:
         self._failed = kind is not None and not (isinstance(value, SystemExit) and not value.code)  # sys.exit(0) is no failure
         self._fault = value if self._failed and isinstance(value, BaseException) else None
         self.close()
+
+    def figures(self) -> dict[str, Any]:
+        """Who fetches, and what came: the figures of a ``BroadcastClient``, of a rank that fetches for itself."""
+        place, broadcast = self._shared
+        by = np.arange(self.rank + 1) if place is None else place.served_by(broadcast)
+        fetchers = self.world_size if place is None else len(place.fetchers(broadcast))
+        return {
+            "rank": self.rank, "fetches": int(by[self.rank]) == self.rank, "fetcher": int(by[self.rank]),
+            "group": np.flatnonzero(by == by[self.rank]).tolist(), "connections": 1, "fetching_ranks": fetchers, "steps": self.steps,
+            "bytes_fetched": self.bytes_fetched, "bytes_broadcast": 0, "held_bytes": 0, "waited_s": self.waited_s,
+        }  # fmt: skip
 
     def __repr__(self) -> str:
         return f"Client(rank {self.rank}, next step {self._state.step}, {len(self._inbox)} steps ready, waited {self.waited_s:.2f} s)"

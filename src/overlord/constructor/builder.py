@@ -10,7 +10,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from overlord.constructor.compact import Widening, build_compact, form_of, seen
-from overlord.constructor.encoding import PixelForm, encoder_inputs, leave_out, pool
+from overlord.constructor.encoding import PixelForm, encoder_inputs, leave_out, placeholders, pool, strike_out
 from overlord.constructor.microbatch import build_slices, build_wide, fresh
 from overlord.constructor.views import ALL, View, narrow, of_stage, views_of
 from overlord.constructor.wide import Wide
@@ -35,6 +35,7 @@ class StagedStep:
     tokens: Ragged
     items: Scattered | None = None
     masked: np.ndarray | None = None  # int64 [n, 3]: bucket, microbatch, slot of documents that are left out of the loss
+    struck: np.ndarray | None = None  # int64 [n, 4]: bucket, microbatch, first token and number of those that are nothing to predict
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +101,7 @@ def build_groups(
     A group's ranks may be of several buckets of the plan, and get other parts of them: ``views.py`` says which. ``compact``: to be
     widened by whoever gets it, where that can be; slices along cp cannot, nor what hooks build.
     """
-    compact = compact and not hooks and (staged.masked is None or not len(staged.masked))
+    compact = compact and not hooks and not any(left is not None and len(left) for left in (staged.masked, staged.struck))
     if told.place is None and not compact:
         return build_buckets(staged, list(groups), batch, multiple, slab, hooks)
     if told.place is None:
@@ -137,7 +138,7 @@ def build_with_images(
         found = "context parallelism cuts microbatches, and rows of images go into whole ones"
         raise PlanError(found, told.step, 'launch without broadcast=False, or set batch.cp_split="none"')
     encoded = encoder_inputs(staged, members, form, slab, pool(), stopped)
-    staged = replace(staged, masked=encoded.masked)
+    staged = replace(staged, masked=encoded.masked, struck=placeholders(staged))
     built = build_groups(staged, told, groups, batch, multiple, slab, hooks, compact)
     none = np.zeros(1, np.int64)
     with_encoder = [
@@ -178,7 +179,7 @@ def _build_views(
         made = {view: seen(*found, view) for view in views}
         wides, forms = {view: wide for view, (wide, _) in made.items()}, {view: form for view, (_, form) in made.items()}
     elif cp == 1:
-        whole = _left_out(build_wide(*documents, batch, multiple, slab), staged, buckets, 0)
+        whole = _left_out(build_wide(*documents, batch, multiple, slab), staged, buckets, 0, batch)
         wides = {view: of_stage(whole, view) for view in views}
     else:
         ranks = sorted({view.cp_rank for view in views})
@@ -203,7 +204,8 @@ def build_buckets(
 
     def wide_of(a: int, b: int, first: int, n: int) -> Wide:
         """Microbatches first to first + n, whose documents are rows a to b."""
-        return _left_out(build_wide(*_gathered(staged, rows[a:b], place[a:b] - first, n), batch, multiple, slab), staged, buckets, first)
+        made = build_wide(*_gathered(staged, rows[a:b], place[a:b] - first, n), batch, multiple, slab)
+        return _left_out(made, staged, buckets, first, batch)
 
     if not hooks:
         wide = wide_of(0, len(rows), 0, m * len(buckets))
@@ -219,10 +221,16 @@ def build_buckets(
     return built
 
 
-def _left_out(wide: Wide, staged: StagedStep, buckets: Sequence[int], first: int) -> Wide:
-    """Without a loss for samples whose image is missing. The microbatches are those of ``buckets`` from number ``first`` on."""
+def _left_out(wide: Wide, staged: StagedStep, buckets: Sequence[int], first: int, batch: Batch) -> Wide:
+    """Without a loss for placeholders of images, and for samples whose image is missing. The microbatches are those of ``buckets`` from
+    number ``first`` on."""
+    m, number = staged.plan.main.n_microbatches, {b: k for k, b in enumerate(buckets)}
+    if staged.struck is not None and len(staged.struck):
+        runs = staged.struck[np.isin(staged.struck[:, 0], buckets)]
+        k = np.array([number[b] for b in runs[:, 0].tolist()], np.int64) * m + runs[:, 1] - first
+        here = (k >= 0) & (k < wide.n)
+        strike_out(wide, np.column_stack((k, runs[:, 2:]))[here], batch.labels)
     if staged.masked is not None and len(staged.masked):
-        m, number = staged.plan.main.n_microbatches, {b: k for k, b in enumerate(buckets)}
         places = [(number[b] * m + k - first, slot) for b, k, slot in staged.masked.tolist() if b in number]
         leave_out(wide, [(k, slot) for k, slot in places if 0 <= k < wide.n])
     return wide

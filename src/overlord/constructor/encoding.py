@@ -224,6 +224,37 @@ def leave_out(wide: Wide, places: Sequence[tuple[int, int]]) -> None:
         array.flags.writeable = False
 
 
+def placeholders(staged: StagedStep) -> np.ndarray:
+    """Where those of images stand: int64 [n, 4], bucket, microbatch, the first one in the microbatch, and how many. Of the buckets whose
+    owner, who gets their rows, is among the ranks of the encoding: of all that are built with it."""
+    e, main, place = staged.stage.encoding, staged.plan.main, staged.plan.place
+    assert e is not None
+    some = np.flatnonzero(e.out_lens)  # of an image that was cut off nothing stands there
+    if not len(some):
+        return np.zeros((0, 4), np.int64)
+    assert place is not None
+    owner = np.repeat(np.repeat(e.ranks, e.n_slots), np.diff(e.recv_bounds))
+    found = np.stack([place.bucket_of(main.axis)[owner], e.microbatch, e.position, e.out_lens], axis=1)
+    return found[some].astype(np.int64)
+
+
+def strike_out(wide: Wide, runs: np.ndarray, convention: str) -> None:
+    """No loss for the prediction of these tokens: int64 [n, 3], microbatch, first, how many. A token's label is its own (unshifted), or
+    that of the place before it; before the first of a document there is none to strike out: it ends another, or is padding."""
+    if not len(runs):
+        return
+    k, first, count = runs.T
+    if convention == "shifted":
+        first, count = np.maximum(first - 1, 0), count - (first == 0)
+    starts = dict(zip(wide.arrays, wide.starts, strict=True))
+    for name, nothing in (("labels", IGNORE), ("loss_mask", 0)):
+        array = wide.arrays[name]
+        array.flags.writeable = True
+        width = array.shape[1] if array.ndim == 2 else 1
+        array.reshape(-1)[ranges(np.array(starts[name])[k] * width + first, count)] = nothing
+        array.flags.writeable = False
+
+
 def _documents(wide: Wide, name: str, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Where documents lie in one of the arrays: first row and number of rows."""
     starts = dict(zip(wide.arrays, wide.starts, strict=True))

@@ -99,6 +99,17 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
         raise PlanError(words, plan.step, 'distribute samples over "DP", "CP" or "WORLD"')
 
 
+def valid_tokens(plan: LoadingPlan, images: bool) -> int:
+    """Tokens of a step with a loss, over all ranks: of a document all but one, and no placeholder of an image, which is nothing to predict.
+    ``images``: of a job whose images are encoded; else what a plan calls so has no placeholders."""
+    found = int(np.maximum(plan.tokens - 1, 0).sum())
+    a = plan.modules.get(ENCODER) if images else None
+    if a is None or a.out is None or a.offset is None:
+        return found
+    first = (a.offset == 0) & (a.out > 0)  # the first token of a document nothing predicts in any case
+    return found - int(a.out.sum()) + int(first.sum())
+
+
 def sliced(place: ClientPlaceTree, batch: Batch) -> bool:
     """Whether context-parallel ranks get slices of a microbatch, unless the plan says otherwise."""
     return place.cp > 1 and batch.cp_split != "none"

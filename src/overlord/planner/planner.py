@@ -40,7 +40,7 @@ from overlord.planner.ahead import Reserve
 from overlord.planner.choose import check_choice, checked_scores, counts_of, rows_of
 from overlord.planner.demand import Demand
 from overlord.planner.draw import Drawer, Drawn, Short, owed_behind, step_positions
-from overlord.planner.encoding import check_images
+from overlord.planner.encoding import check_images, valid_tokens
 from overlord.planner.events import joined, said_of_all, skipped, still_in_force, widened
 from overlord.planner.gather import Joined, check_plan, check_samples
 from overlord.planner.leaving import Leaving
@@ -393,7 +393,7 @@ class Planner(Leaving):
             ahead=() if self._reserve is None else self._reserve.ages(), **self._mixture.saved(),
         )  # fmt: skip
         unseen = skipped(state.events, state.step, state.step + 1)
-        valid = int(np.maximum(plan.tokens - 1, 0).sum())
+        valid = valid_tokens(plan, self.spec.images)
         digest = plan.digest()
         if plan.place is None:  # made by hand: who gets what of it is still told by the mesh
             plan = replace(plan, place=self.spec.place)

@@ -33,7 +33,8 @@ class Facts:
         known = getattr(microbatch, "facts", None)
         if isinstance(known, Facts):
             return known
-        token_keys = [key for key in ("tokens", "labels", "position_ids", "loss_mask") if key in microbatch]
+        # The last is all that a stage in the middle has of the padded layout, which alone has it.
+        token_keys = [key for key in ("tokens", "labels", "position_ids", "loss_mask", "attention_mask") if key in microbatch]
         first = microbatch[token_keys[0]] if token_keys else None
         arrays = {key: _array(microbatch[key]) for key in ("tokens", "labels", "cu_seqlens", "cu_seqlens_padded") if key in microbatch}
         bounds = arrays.get("cu_seqlens_padded")

@@ -50,7 +50,9 @@ def join(
     Everything else is as in ``overlord.join``; ``broadcast=False`` lets every rank fetch its own.
     """
     if not isinstance(job, Job) or "WORLD_SIZE" not in os.environ or "RANK" not in os.environ or os.environ["WORLD_SIZE"] == "1":
-        return plain_join(job, rank=rank, timeout_s=timeout_s, leave_s=leave_s, **launch_options)
+        alone = plain_join(job, rank=rank, timeout_s=timeout_s, leave_s=leave_s, **launch_options)
+        alone.world_size = job.place.world_size
+        return alone
     rank, world = _whole("RANK") if rank is None else rank, _whole("WORLD_SIZE")
     if world != job.place.world_size:
         raise JobError([f"place: wanted the {world} ranks of WORLD_SIZE, found {job.place.world_size} in {job.place}"], "join")
@@ -157,6 +159,7 @@ class _Joining:
         group = make_group(self._job.place, self._rank, self._broadcast, backend=backend, timeout_s=wait_s + AFTER_S)
         if group is None:
             only = self._open(self._rank)
+            only.world_size = self._job.place.world_size
             return self._owned(only) if self._session is not None else only
         view = view_of(self._job.place, self._axis, (), self._rank, self._job.batch.cp_split)
         farewells = Farewells(self._board, s)

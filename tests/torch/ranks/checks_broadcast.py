@@ -31,21 +31,23 @@ MESHES = {  # by world size
 }  # fmt: skip
 
 
-def taken(made: ov.Job, steps: int = STEPS, **options: Any) -> tuple[list[Any], dict[str, Any], Any]:
+def taken(made: ov.Job, steps: int = STEPS, **options: Any) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
     with ot.join(made, stall_limit_s=30.0, **options) as client:
         got = [written(next(client)) for _ in range(steps)]
         state = client.state_dict()
-        figures = client.figures() if hasattr(client, "figures") else None
+        assert isinstance(client, ot.BroadcastClient) == options.get("broadcast", True), f"another kind of client was wanted: {client}"
+        figures = client.figures()
         dist.barrier()  # nobody leaves before all have asked
     return got, state, figures
 
 
 def equals_fetching(place: ClientPlaceTree, axes: list[str], split: str = "DP", **changes: Any) -> None:
     made = job(place, broadcasting(*axes, split=split), **changes)
-    alone, state, none = taken(made, broadcast=False)
+    alone, state, own = taken(made, broadcast=False)
     served, same, figures = taken(made)
-    assert none is None
-    assert figures is not None, "a broadcast was wanted"
+    assert own.keys() == figures.keys()
+    assert (own["fetches"], own["group"], own["fetching_ranks"]) == (True, [dist.get_rank()], dist.get_world_size())
+    assert own["bytes_fetched"] > own["bytes_broadcast"] == own["held_bytes"] == 0
     assert [s[:3] for s in served] == [s[:3] for s in alone]
     assert served == alone
     assert plain(same) == plain(state)
@@ -101,8 +103,7 @@ def images_come_to_who_encodes_them(out: Path) -> None:
     ):  # fmt: skip
         made = replace(base, place=ClientPlaceTree(**degrees), strategy=broadcasting_images(axes, per))
         alone, _, _ = taken(made, broadcast=False)
-        served, _, figures = taken(made)
-        assert figures is not None
+        served, _, _ = taken(made)
         assert served == alone
         assert sum(len(exchange) for step in alone for exchange in step[5]) > 0, "no images came"
 

@@ -38,13 +38,15 @@ def whole(**changes: Any) -> Run:
     return _whole[0]
 
 
-def trained(place: ClientPlaceTree, strategy: Any, *, split: str = "zigzag", **changes: Any) -> Run:
-    """The job on a mesh; every step has the samples of the unsplit one, and every gradient and loss its values."""
-    wanted, cut = whole(), Cut(place, dist.get_rank(), split)
+def trained(place: ClientPlaceTree, strategy: Any, *, split: str = "zigzag", model: ClientPlaceTree | None = None, **changes: Any) -> Run:
+    """The job on a mesh; every step has the samples of the unsplit one, and every gradient and loss its values. ``model``: how the model is
+    cut, where that is not how the job's place is."""
+    model = model or place
+    wanted, cut = whole(), Cut(model, dist.get_rank(), split)
     with ot.join(job(place, strategy, batch={"cp_split": split}, **changes), stall_limit_s=30.0) as client:
         run = train(client, cut, STEPS)
         dist.barrier()
-    assert samples_everywhere(place, run, split) == samples_of(wanted.samples), "the steps have other samples"
+    assert samples_everywhere(model, run) == samples_of(wanted.samples), "the steps have other samples"
     for step in range(STEPS):
         mine = cut.of(wanted.grads[step])
         assert mine.keys() == run.grads[step].keys()
@@ -55,7 +57,7 @@ def trained(place: ClientPlaceTree, strategy: Any, *, split: str = "zigzag", **c
     return run
 
 
-def samples_everywhere(place: ClientPlaceTree, run: Run, split: str) -> list[list[str]]:
+def samples_everywhere(place: ClientPlaceTree, run: Run) -> list[list[str]]:
     """The samples of each step, over all replicas; ranks of one replica hold the same."""
     everyone: list[Any] = [None] * place.world_size
     dist.all_gather_object(everyone, run.samples)
@@ -81,6 +83,14 @@ def context_parallel_slices_equal_the_whole(out: Path) -> None:
         trained(ClientPlaceTree(**degrees), "llm_balance")
     for split in ("zigzag_whole", "contiguous") if w == FEW else ():
         trained(ClientPlaceTree(dp=w // 2, cp=2), "llm_balance", split=split)
+
+
+def context_parallel_ranks_with_microbatches_of_their_own_equal_the_whole(out: Path) -> None:
+    """``distribute("CP")``: a model that takes cp ranks for replicas."""
+    w = dist.get_world_size()
+    trained(ClientPlaceTree(dp=w // 2, cp=2), broadcasting(split="CP"), model=ClientPlaceTree(dp=w))
+    if w > FEW:
+        trained(ClientPlaceTree(dp=2, cp=2, tp=2), broadcasting("TP", split="CP"), model=ClientPlaceTree(dp=4, tp=2))
 
 
 def tensor_parallel_ranks_equal_the_whole(out: Path) -> None:
@@ -111,6 +121,7 @@ def combined_meshes_equal_the_whole(out: Path) -> None:
         return
     trained(ClientPlaceTree(dp=2, cp=2, tp=2), broadcasting("TP"))
     trained(ClientPlaceTree(dp=2, cp=2, tp=2), broadcasting("TP", "CP"))
+    trained(ClientPlaceTree(pp=2, cp=2, tp=2), broadcasting("TP"))
     trained(ClientPlaceTree(pp=2, dp=2, cp=2), broadcasting("CP", "PP"))
     trained(ClientPlaceTree(pp=2, dp=2, cp=2), broadcasting("DP"))
     trained(ClientPlaceTree(pp=2, dp=2, tp=2), broadcasting("TP", "PP", "DP"))
@@ -119,7 +130,8 @@ def combined_meshes_equal_the_whole(out: Path) -> None:
 CHECKS: dict[str, Callable[[Path], None]] = {
     check.__name__: check
     for check in (
-        balanced_and_unbalanced_plans_have_equal_gradients, context_parallel_slices_equal_the_whole, tensor_parallel_ranks_equal_the_whole,
+        balanced_and_unbalanced_plans_have_equal_gradients, context_parallel_slices_equal_the_whole,
+        context_parallel_ranks_with_microbatches_of_their_own_equal_the_whole, tensor_parallel_ranks_equal_the_whole,
         pipeline_stages_equal_the_whole, combined_meshes_equal_the_whole,
     )
 }  # fmt: skip

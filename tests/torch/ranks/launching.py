@@ -58,14 +58,14 @@ def start(world: int, module: str, out: Path, *, seconds: float = SECONDS, torch
 
 
 class Worlds:
-    """Each world is started once, by the first test that asks for it."""
+    """Each world is started once, by the first test that asks for it; with ``torchrun``, which takes longer, or by forks."""
 
-    def __init__(self, module: str, folder: Path):
-        self._module, self._folder, self._done = module, folder, {}
+    def __init__(self, module: str, folder: Path, *, torchrun: bool = False):
+        self._module, self._folder, self._torchrun, self._done = module, folder, torchrun, {}
 
     def __call__(self, world: int) -> World:
         if world not in self._done:
             out = self._folder / str(world)
             out.mkdir()
-            self._done[world] = start(world, self._module, out)
+            self._done[world] = start(world, self._module, out, torchrun=self._torchrun)
         return self._done[world]

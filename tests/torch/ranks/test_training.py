@@ -1,4 +1,5 @@
-"""Equal gradients on every mesh of 4 and 8 ranks, whatever the plan. Each check runs on all ranks at once (checks_training.py)."""
+"""Equal gradients on every mesh of 4 and 8 ranks that torchrun started, whatever the plan. Each check runs on all ranks at once
+(checks_training.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.timeout(SECONDS + 30)
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
-    return Worlds("tests.torch.ranks.checks_training", tmp_path_factory.mktemp("ranks"))
+    return Worlds("tests.torch.ranks.checks_training", tmp_path_factory.mktemp("ranks"), torchrun=True)
 
 
 @pytest.mark.parametrize("check", CHECKS)

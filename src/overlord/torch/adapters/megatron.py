@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from overlord.constructor.views import SPLITS
 from overlord.errors import JobError
 from overlord.torch.adapters.huggingface import document_of
 from overlord.torch.adapters.labels import converted, has_keys, need
@@ -72,27 +73,61 @@ def packed_seq_params(mb: Mapping[str, Any], *, true_lengths: bool = False, **mo
     )  # fmt: skip
 
 
-def padding_mask(mb: Mapping[str, Any], index: Any = None) -> torch.Tensor:
-    """True on padding, [1, tokens]: mixtures of experts leave it out. ``index``: for a slice of CP, which token of the whole microbatch
-    each of its tokens is (``overlord.constructor.views.slice_index``)."""
+def padding_mask(mb: Mapping[str, Any], index: Any = None, *, cp: tuple[int, int] | None = None, cp_split: str = "zigzag") -> torch.Tensor:
+    """True on padding, [1, tokens]: mixtures of experts leave it out. Needs no tokens, so that every stage can make it.
+
+    For a slice of context parallelism: ``cp`` is (how many ranks, which of them) and ``cp_split`` the job's; or ``index`` is which token of
+    the whole microbatch each of the slice's is (``overlord.constructor.views.slice_index``).
+    """
     has_keys(mb, ("cu_seqlens", "cu_seqlens_padded"), "megatron.padding_mask")
     lengths, bounds = as_tensor(mb["cu_seqlens"]).to(torch.int64), as_tensor(mb["cu_seqlens_padded"]).to(torch.int64)
-    if index is None:
-        at = torch.arange(Facts.of(mb).tokens, device=bounds.device)
-    else:
+    if index is not None:
         at = torch.as_tensor(index, device=bounds.device)
+    else:
+        at = _places(bounds, Facts.of(mb), (1, 0) if cp is None else cp, cp_split)
     document = document_of(at, bounds)
     return (at - bounds[:-1][document] >= lengths.diff()[document])[None]
 
 
+def _places(bounds: torch.Tensor, facts: Facts, cp: tuple[int, int], split: str) -> torch.Tensor:
+    """Which token of the whole microbatch each token of a slice is: on the device where the bounds are, without a question to it."""
+    ranks, rank = _checked(cp, split, facts)
+    if ranks == 1 or split == "none" or facts.here == facts.tokens:  # not cut: also where each CP rank has microbatches of its own
+        return torch.arange(facts.tokens, device=bounds.device)
+    t = torch.arange(facts.tokens // ranks, device=bounds.device)
+    if split == "contiguous":
+        return t + rank * len(t)
+    starts = (bounds if split == "zigzag" else torch.stack((bounds[0], bounds[-1]))) // ranks  # of documents, in the slice
+    document = document_of(t, starts)
+    at, half = t - starts[document], starts.diff()[document] // 2
+    return starts[document] * ranks + at + half * torch.where(at < half, rank, 2 * (ranks - 1) - rank)
+
+
+def _checked(cp: tuple[int, int], split: str, facts: Facts) -> tuple[int, int]:
+    ranks, rank = cp
+    if not 0 <= rank < ranks:
+        raise JobError([f"cp: wanted (how many ranks, which of them), found {cp!r}"], "megatron.padding_mask")
+    if split not in SPLITS:
+        raise JobError([f"cp_split: unknown {split!r}; known: {', '.join(SPLITS)}"], "megatron.padding_mask")
+    if facts.sliced and (split == "none" or facts.here * ranks != facts.tokens):
+        raise JobError(
+            [f"cp: {cp!r} with cp_split={split!r} does not fit a slice of {facts.here} of {facts.tokens} tokens; "
+             "give this rank's place along cp, and the job's Batch.cp_split"], "megatron.padding_mask",
+        )  # fmt: skip
+    return ranks, rank
+
+
 def get_batch(
-    iterator: Iterator[Mapping[str, Any]] | None, *, device: torch.device | str | None = None, given: str | None = None, **more: Any
-) -> Batch:
+    iterator: Iterator[Mapping[str, Any]] | None, *, cp: tuple[int, int] | None = None, cp_split: str = "zigzag",
+    device: torch.device | str | None = None, given: str | None = None, **more: Any,
+) -> Batch:  # fmt: skip
     """The next microbatch as Megatron's forward step unpacks it: ``tokens, labels, loss_mask, attention_mask, position_ids,
     packed_seq_params, padding_mask``; [1, tokens], None for what this stage does not have.
 
     ``iterator``: ``client.microbatches()``, or of a ``DevicePrefetcher`` or a ``BroadcastClient``; every rank has one, also TP ranks that
-    another serves. Nothing is left to broadcast or to slice. ``padding_mask`` is None where this rank does not hold all the tokens.
+    another serves. Nothing is left to broadcast or to slice. ``cp``: how many ranks along context parallelism and which of them this is,
+    ``cp_split``: the job's; with them every rank of every stage has its ``padding_mask``. (1, 0) where microbatches are not cut. Without
+    ``cp`` it is None where a rank does not hold all the tokens: on slices, and on stages in the middle.
     """
     if iterator is None:
         raise JobError(["wanted an iterator of microbatches on every rank, found None; client.microbatches() is one"], "megatron.get_batch")
@@ -102,7 +137,8 @@ def get_batch(
     if mb.facts.padded:
         return _rows(mb, given)
     made = packed(mb, given=given)
-    mask = padding_mask(mb) if mb.facts.here == mb.facts.tokens else None
+    known = cp is not None or mb.facts.here == mb.facts.tokens
+    mask = padding_mask(mb, cp=cp, cp_split=cp_split) if known else None
     found = {key: made[key][None] if key in made else None for key in TOKEN_KEYS}
     params = packed_seq_params(mb, **more)
     return Batch(found["tokens"], found["labels"], found["loss_mask"], None, found["position_ids"], params, mask)
