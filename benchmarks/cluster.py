@@ -44,7 +44,7 @@ PEERS = {
 }
 BARE, ON_RAY, ONE, AUTO, MIXED = "bare", "overlord-ray", "overlord-ray-one", "overlord-ray-auto", "ray-data"
 THEIRS = (MIXED, "ray-data-list")
-TOKENS = {"null": 45_000_000, "tokenized": 7_000_000}
+TOKENS = {"null": 45_000_000, "tokenized": 20_000_000}
 MICROBATCHES = {"null": 16, "tokenized": 4}  # of a rank in a step: tokenizing reads ahead, and that must be little beside what is delivered
 RANKS_OF = {"tokenized": 1}  # of the numbers of ranks, the last so many: it hardly depends on them
 MOST_ONE = 25  # sources in a process each
@@ -96,7 +96,7 @@ def settings_of(jobs: Sequence[str], sources: Sequence[int], ranks: Sequence[int
             for r in ranks[-RANKS_OF.get(job, len(ranks)) :]:
                 left_out = {ONE} if n > MOST_ONE else set()
                 left_out |= set(THEIRS) if r != ranks[-1] else set()  # they take long, whatever the ranks
-                left_out |= {AUTO} if n <= MOST_ONE or job != jobs[0] or r != ranks[-1] else set()  # with few sources it is the same
+                left_out |= {AUTO} if n <= MOST_ONE else set()  # with few sources it is the same
                 made.append(Setting(job, n, r, [p for p in peers if p not in left_out]))
     if ONE in peers and max(sources) > MOST_ONE and MOST_ONE not in sources:
         made.append(Setting(jobs[0], MOST_ONE, ranks[-1], [p for p in EXTRA_PEERS if p in peers]))
@@ -159,12 +159,14 @@ def _row(setting: Setting, run: Outcome) -> list[str]:
 
 def verdicts(settings: Sequence[Setting]) -> list[list[str]]:
     """A line for every target: what was wanted, where, what was found. Beside a cell that failed nothing is judged: it has no figures."""
-    rows = []
-    for setting in settings:
-        where = f"{setting.job}, {setting.n_sources} sources, {setting.ranks} ranks"
-        if (run := setting.of(ON_RAY)) is None:
-            rows += [_verdict("to run at all", where, words.splitlines()[0], False) for p, words in setting.failed.items() if p == ON_RAY]
-            continue
+    return [row for setting in settings for peer in (ON_RAY, AUTO) for row in _verdicts(setting, peer)]
+
+
+def _verdicts(setting: Setting, peer: str) -> list[list[str]]:
+    rows, where = [], f"{setting.job}, {setting.n_sources} sources, {setting.ranks} ranks" + (", `auto`" if peer == AUTO else "")
+    if (run := setting.of(peer)) is None:
+        rows += [_verdict("to run at all", where, setting.failed[peer].splitlines()[0], False)] if peer in setting.failed else []
+    else:
         if setting.job == "null" and (ratio := setting.ratio(run)) is not None:
             rows.append(_verdict(f"at most {TARGETS['x']:g} x bare", where, f"{ratio:.2f}", ratio <= TARGETS["x"]))
         if setting.n_sources >= 300:
@@ -208,7 +210,7 @@ def page(settings: Sequence[Setting], today: str, command: str) -> str:
     failed = [f"- {peer}: {words.splitlines()[0]}" for setting in settings for peer, words in setting.failed.items()]
     parts = [
         f"# On a cluster, {today}", machine() + f" {versions}.", f"    {command}", "How it is measured: `benchmarks/README.md`.",
-        "## Targets", "All of `overlord-ray` (25 sources a host) in this run.",
+        "## Targets", "Of `overlord-ray` (25 sources a host); `auto`: of `overlord-ray-auto`, the default, which divides by itself.",
         markdown_table(("wanted", "where", "found", ""), verdicts(settings)),
         "## Runs", markdown_table(HEAD, [row for setting in settings for row in rows_of(setting)]),
         "## Notes", "\n".join(notes(settings) + failed),
@@ -247,7 +249,7 @@ def _words(known: Sequence[str], given: str) -> list[str]:
 @click.option("--jobs", default="null,tokenized", show_default=True)
 @click.option("--ranks", type=Numbers(), default="2,8", show_default=True, help="The tokenized job is done with the last of them only.")
 @click.option("--peers", default=",".join(PEERS), show_default=True, help="Not all of them with all sources and ranks.")
-@click.option("--run-s", type=float, default=10.0, show_default=True, help="A cell delivers for so long at most.")
+@click.option("--run-s", type=float, default=30.0, show_default=True, help="A cell delivers for so long at most.")
 @click.option("--start-s", type=float, default=90.0, show_default=True, help="Until its first step; one that needs longer has failed.")
 @click.option("--quick", is_flag=True, help="Six times fewer tokens and 5 s at most: a look, not a measurement.")
 @click.option("--data", type=click.Path(path_type=Path, file_okay=False), default=default_folder, help="Where the data is made and kept.")
