@@ -19,7 +19,7 @@ from overlord.errors import JobError
 from overlord.job import Batch, Job, Source, did_you_mean
 from overlord.mixturefile import failed, read_mixture, write_mixture
 from overlord.placetree import ClientPlaceTree
-from overlord.sources.uris import uri_problems
+from overlord.sources.uris import is_uri, uri_problems
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
 from overlord.transforms.images import Images
 from overlord.transforms.text import Tokenize
@@ -46,6 +46,8 @@ def register_function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 def read_job(path: str | Path) -> Job:
     """The job of a YAML file. Relative paths in it are relative to the file."""
     where = str(path)
+    if is_uri(where):
+        raise JobError(["wanted a file of this machine, found a URI; copy it here"], "job file")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as fault:

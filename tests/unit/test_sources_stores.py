@@ -7,10 +7,12 @@ import pickle
 import sys
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
+from overlord.cli import cli
 from overlord.errors import JobError, JournalError, SourceError
 from overlord.journal.place import place_of
 from overlord.sources import readahead, stores
@@ -94,6 +96,33 @@ def test_a_journal_with_a_secret_is_refused_and_the_secret_is_not_repeated(tmp_p
     assert [p.name for p in tmp_path.iterdir()] == ["job.yaml"]
 
 
+@pytest.mark.parametrize(
+    "words", [["run", "URI"], ["inspect", "URI"], ["run", "job.yaml", "--resume", "URI"], ["run", "job.yaml", "--save", "URI"]]
+)
+def test_the_command_line_does_not_repeat_a_uri_where_it_wants_a_file(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.jsonl").write_text('{"tokens": [1, 2, 3]}\n' * 20)
+    (tmp_path / "job.yaml").write_text(
+        "name: x\nbatch: {samples: 4, context: 8}\nuntil: 1\nsources:\n  web: {uri: x.jsonl, transforms: [tokens]}\n"
+    )
+    given = [f"s3://AKIAXYZ:{SECRET}@bucket/job.yaml" if word == "URI" else word for word in words]
+    said = CliRunner().invoke(cli, given)
+    assert said.exit_code == 2
+    assert "wanted a file of this machine" in said.output
+    assert SECRET not in said.output
+
+
+@pytest.mark.parametrize("given", ["127.0.0.1:9000", "minio", "http://", "http://127.0.0.1:9000/ ", f"{TOKEN}@host:9000"])
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_an_endpoint_that_is_no_address_is_told_and_not_repeated(monkeypatch, name, given):
+    monkeypatch.setenv(name, given)
+    with pytest.raises(SourceError, match=f"{name}: wanted http://host:port") as caught:
+        Files.resolve("s3://bucket/x.parquet", source="web")
+    with pytest.raises(JournalError, match=f"{name}: wanted http://host:port") as refused:
+        place_of("s3://bucket/journal").names()
+    assert TOKEN not in str(caught.value) + str(refused.value)
+
+
 def test_a_scheme_that_is_not_known_is_named_without_what_stands_behind_it():
     uri = f"https://host/x.parquet?code={SECRET}"
     with pytest.raises(SourceError, match="unknown scheme 'https'") as caught:
@@ -119,12 +148,14 @@ def test_an_unknown_option_lists_the_known_ones():
         f'{{"client_secret": "{SECRET}"}}',
         f"authorization: Bearer {SECRET}",
         f"s3://AKIA:{SECRET}@bucket/x",
+        f"Error performing GET http://{SECRET.replace('/', '')}@127.0.0.1:9/b?list-type=2",
         f"password={SECRET}; next",
     ],
 )
 def test_texts_lose_what_looks_like_a_secret_and_keep_the_rest(text):
     found = scrub(f"before {text} and\nafter")
     assert SECRET not in found
+    assert SECRET.replace("/", "") not in found
     assert found.startswith("before")
     assert found.endswith("after")
 

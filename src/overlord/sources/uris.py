@@ -27,6 +27,7 @@ _SECRET_VARIABLE = re.compile(rf"(?:^|_)(?:SAS|KEY)(?:_|$)|{_SECRET}", re.IGNORE
 _NO_SECRETS = re.compile(r"_(?:FILE|PATH|URI|URL|DIR)$", re.IGNORECASE)
 _PATTERNS = (
     (re.compile(r"(://)[^/@:\s]*:[^@\s]*@"), rf"\1{HIDDEN}@"),
+    (re.compile(r"(https?://)[^/@\s]+@", re.IGNORECASE), rf"\1{HIDDEN}@"),
     (re.compile(rf"((?:[\w-]*(?:{_SECRET})[\w-]*|\bsig|\bkey)[\"']?\s*[=:]\s*[\"']?)[^\s&\"',;<>)}}]+", re.IGNORECASE), rf"\1{HIDDEN}"),
     (
         re.compile(r"(<\w*(?:Token|Secret|AccessKeyId|Signature|StringToSign|CanonicalRequest)\w*>)[^<]*", re.IGNORECASE),
@@ -35,6 +36,11 @@ _PATTERNS = (
     (re.compile(r"(authorization[\"']?\s*[=:]\s*)[^\n\r]+", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"\b(bearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{HIDDEN}"),
 )
+
+
+def is_uri(text: str) -> bool:
+    """Whether this is a URI, or was meant as one: ``Path`` makes ``s3:/bucket`` of ``s3://bucket``."""
+    return bool(SCHEME.match(text) or _NEARLY.match(text))
 
 
 def uri_problems(uri: str) -> list[str]:
