@@ -97,7 +97,14 @@ def test_a_journal_with_a_secret_is_refused_and_the_secret_is_not_repeated(tmp_p
 
 
 @pytest.mark.parametrize(
-    "words", [["run", "URI"], ["inspect", "URI"], ["run", "job.yaml", "--resume", "URI"], ["run", "job.yaml", "--save", "URI"]]
+    "words",
+    [
+        ["run", "URI"],
+        ["inspect", "URI"],
+        ["run", "job.yaml", "--resume", "URI"],
+        ["run", "job.yaml", "--save", "URI"],
+        ["serve", "job.yaml", "--save", "URI"],
+    ],
 )
 def test_the_command_line_does_not_repeat_a_uri_where_it_wants_a_file(tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
