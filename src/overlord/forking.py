@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import io
 import multiprocessing
@@ -85,6 +86,20 @@ def warm_up() -> None:
     context()
     if _server is not None and hasattr(_server, "ensure_running"):
         _server.ensure_running()
+
+
+def leave_no_socket() -> None:
+    """In the fork server: the file of its socket, and the folder of it, go when it ends. Python leaves that to the program, which cannot
+    do it after a ``kill -9``. A child that was forked has the same function, and leaves the file where it is."""
+    atexit.register(_remove_socket, os.getpid())
+
+
+def _remove_socket(server: int) -> None:
+    path = getattr(_server, "_forkserver_address", None)
+    if os.getpid() == server and isinstance(path, str) and os.path.isabs(path):
+        with suppress(OSError):  # the program was quicker, or keeps other things there
+            os.unlink(path)
+            os.rmdir(os.path.dirname(path))
 
 
 def share_server() -> None:

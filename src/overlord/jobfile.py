@@ -19,6 +19,7 @@ from overlord.errors import JobError
 from overlord.job import Batch, Job, Source, did_you_mean
 from overlord.mixturefile import failed, read_mixture, write_mixture
 from overlord.placetree import ClientPlaceTree
+from overlord.sources.uris import is_uri, uri_problems
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
 from overlord.transforms.images import Images
 from overlord.transforms.text import Tokenize
@@ -45,6 +46,8 @@ def register_function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 def read_job(path: str | Path) -> Job:
     """The job of a YAML file. Relative paths in it are relative to the file."""
     where = str(path)
+    if is_uri(where):
+        raise JobError(["wanted a file of this machine, found a URI; copy it here"], "job file")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as fault:
@@ -186,7 +189,8 @@ class _Reader:
         return "?"
 
     def _path(self, path: str) -> str:
-        return path if "://" in path else os.path.join(self.folder, os.path.expanduser(path))
+        """What is no good as a URI stays as it is, for whoever checks it: a folder before it would make a path of it."""
+        return path if "://" in path or uri_problems(path) else os.path.join(self.folder, os.path.expanduser(path))
 
     def _transforms(self, plain: list[Any], at: str) -> tuple[Any, ...]:
         made = [self._transform(entry, f"{at}[{i}]") for i, entry in enumerate(plain)]

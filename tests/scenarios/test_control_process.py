@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -304,12 +305,16 @@ FAMILY = """
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path, how: signal.Signals) -> None:
-    with Program(tmp_path / "program.py", FAMILY + "    time.sleep(100)") as program:
+def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = tempfile.TemporaryDirectory(prefix="ov")  # names of sockets must be short
+    monkeypatch.setenv("TMPDIR", files.name)
+    with files, Program(tmp_path / "program.py", FAMILY + "    time.sleep(100)") as program:
         assert len(program.ready()) == 8
         assert len(program.pids) >= 10, "six actors, two workers, the fork server and Python's resource tracker"
+        assert [p for p in Path(files.name).rglob("*") if p.is_socket()], "the fork server listens at a file"
         os.kill(program.process.pid, how)
         assert left_after([program.process.pid, *program.pids], GONE_S) == []
+        assert list(Path(files.name).rglob("*")) == []
 
 
 def test_nothing_outlives_a_program_that_ends_without_shutdown(tmp_path: Path) -> None:

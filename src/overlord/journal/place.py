@@ -10,7 +10,7 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from overlord.errors import JournalError
-from overlord.sources.uris import OBJECT_STORES, SCHEME, scrub, uri_problems
+from overlord.sources.uris import OBJECT_STORES, SCHEME, shown_uri, uri_problems
 
 _FULL = "free some space and append again, or resume when there is some: all that was acknowledged is kept"
 _DENIED = "let the job write there, or give it another journal"
@@ -85,7 +85,7 @@ def place_of(uri: str | os.PathLike[str]) -> Place:
 
         return Bucket(text)
     known = ", ".join(f"{name}://" for name in ("file", *OBJECT_STORES))
-    raise JournalError(scrub(text), f"wanted a directory, or a URI with one of {known}, found {scheme}://")
+    raise JournalError(shown_uri(text), f"wanted a directory, or a URI with one of {known}, found {scheme}://")
 
 
 def refusal(path: str, doing: str, error: OSError) -> JournalError:

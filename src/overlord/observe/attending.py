@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import overlord as ov
 from overlord.channel.address import is_loopback
 from overlord.errors import JobError, OverlordError
-from overlord.observe.running import PLAIN_EVERY_S, save_state, say_resumed
+from overlord.observe.running import PLAIN_EVERY_S, of_this_machine, save_state, say_resumed
 from overlord.observe.tables import scaling_facts
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class Serve:
 def serve_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
     """The address goes to ``say``, what is going on to ``err``. Returns when the job has ended and everyone took everything, or
     when all have left; raises what the job ended with."""
+    if wanted.save is not None:
+        of_this_machine(wanted.save)
     if wanted.save is not None and not wanted.save.absolute().parent.is_dir():  # before the run, not after it
         raise JobError([f"cannot be written: {wanted.save.absolute().parent} is no folder"], str(wanted.save))
     settings = {"address": wanted.cluster, **wanted.options}

@@ -16,6 +16,7 @@ from overlord.errors import JobError, StateMismatch
 from overlord.hashing import digest
 from overlord.observe.tables import run_view
 from overlord.observe.watch import Meter, Taken, watch
+from overlord.sources.uris import is_uri
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,6 +57,8 @@ def run_job(run: Run, console: Console, err: Console) -> Meter:
         endless = [s.name for s in run.job.sources if s.epochs is None]
         who = f"{endless[0]} repeats" if len(endless) == 1 else f"{', '.join(endless[:5])}{' and others' * (len(endless) > 5)} repeat"
         raise JobError([f"the job never ends, since {who} for ever; say --steps N, give epochs, or set until"], "run")
+    if run.save is not None:
+        of_this_machine(run.save)
     if run.save is not None and not run.save.absolute().parent.is_dir():  # before the run, not after it
         raise JobError([f"cannot be written: {run.save.absolute().parent} is no folder"], str(run.save))
     meter, chain = Meter(), ""
@@ -103,7 +106,13 @@ def say_resumed(session: Session, err: Console) -> None:
         err.print(f"goes on with step {session.resumed.step}: {session.resumed.why}", soft_wrap=True)
 
 
+def of_this_machine(path: Path) -> None:
+    if is_uri(str(path)):  # which may hold a secret, and is not repeated
+        raise JobError(["wanted a file of this machine, found a URI; a journal may lie in a store: Job.journal"], "state")
+
+
 def read_state(path: Path) -> dict[str, Any]:
+    of_this_machine(path)
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except OSError as fault:

@@ -1,8 +1,11 @@
 """What the fork server loads first: Arrow, so that all hosts have it as they need it."""
 
+from overlord import forking
 from overlord.runtime.allocators import system_pool
 
 with system_pool():
     import pyarrow as pa
 
     pa.default_memory_pool()  # decided for good
+
+forking.leave_no_socket()

@@ -22,7 +22,7 @@ from overlord.sources.filefaults import UNDER_RUN, briefly, check_same
 from overlord.sources.patience import Tally
 from overlord.sources.readahead import READ_AHEAD, RangeFile
 from overlord.sources.stores import Entry, Remote
-from overlord.sources.uris import KNOWN, OBJECT_STORES, SCHEME, scrub, uri_problems
+from overlord.sources.uris import KNOWN, OBJECT_STORES, SCHEME, scrub, shown_uri, uri_problems
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -217,17 +217,17 @@ def _exactly(handle: pa.NativeFile, file: File, ranges: Sequence[tuple[int, int]
 
 
 def _way_to(name: str, source: str) -> tuple[Files, str]:
-    if not SCHEME.match(name):
-        return _local(), os.path.abspath(os.path.expanduser(name))
     if problems := uri_problems(name):
         raise SourceError(source, problems[0])
+    if not SCHEME.match(name):
+        return _local(), os.path.abspath(os.path.expanduser(name))
     scheme = name.split("://", 1)[0].lower()
     if scheme in OBJECT_STORES:
         remote, path = Remote.of(name)
         return Files(remote, False), path
     known = f"known schemes: {', '.join(KNOWN)}"
     if scheme not in KNOWN:
-        raise SourceError(source, f"unknown scheme {scheme!r}", name, known)
+        raise SourceError(source, f"unknown scheme {scheme!r}", shown_uri(name), known)
     try:
         return _filesystem(name)
     except (OSError, ValueError, ImportError, NotImplementedError) as error:

@@ -8,6 +8,7 @@ wants and is checked for version, place and length; what fails is tried again un
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TIMEOUT_S = 20.0  # without a byte
 CONNECT_S = 5.0
+_ENDPOINT = re.compile(r"https?://[^\s/?#]+(?:[/?#]\S*)?", re.IGNORECASE)
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "OVERLORD_STORE_", "HTTP_", "HTTPS_", "ALL_PROXY", "NO_PROXY", "SSL_CERT")
 
 
@@ -173,6 +175,7 @@ def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any
         from obstore.store import from_url
     except ImportError:
         raise Unreachable("reading object stores needs the package obstore", "pip install 'overlord[store]'", "not installed") from None
+    _check_endpoints(root)
     config: dict[str, Any] = {"region": region} if region else {}
     config |= {"skip_signature": True} if anonymous else _profile(root)
     plain = any(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "ALLOW_HTTP"))
@@ -186,6 +189,15 @@ def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any
     except Exception as error:
         failure = why(error)
     raise gave_up(root, "opened", [failure], 0.0)
+
+
+def _check_endpoints(root: str) -> None:
+    """The library takes what it is given and ends in a panic at the first request, which is no error that a program can handle."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if root.startswith("s3") else ()
+    for name in names:
+        if (given := os.environ.get(name, "")) and not _ENDPOINT.fullmatch(given):  # it may hold a secret, and is not repeated
+            problem = f"{name}: wanted http://host:port or https://host, found one without http://, without a host, or with a space in it"
+            raise Unreachable(problem, "mend the environment", "setup")
 
 
 def _profile(root: str) -> dict[str, Any]:
