@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,3 +70,8 @@ class Worlds:
             out.mkdir()
             self._done[world] = start(world, self._module, out, torchrun=self._torchrun)
         return self._done[world]
+
+    def check(self, world: int, checks: Iterable[str]) -> None:
+        """All in one test: were they shared out, every process that runs tests would start the world for its own."""
+        wrong = {check: said for check in checks if (said := self(world)[check]) != "ok"}
+        assert not wrong, "\n".join(f"{check}: {said}" for check, said in wrong.items())
