@@ -172,6 +172,9 @@ class Written(Carrier):
         except (JournalError, PlanError) as error:
             self._end_before(stage.plan.step, error)
             return False
+        if (failed := self.journal.failed) is not None and not self.journal.has(stage.plan.step):
+            self._end_before(stage.plan.step, failed)  # handed over before the planner went back: nobody tells again
+            return False
         return True
 
     def _released(self) -> None:

@@ -22,6 +22,7 @@ class Wire:
     def __init__(self, net: Net, source: Process, target: Process):
         self._net, self.source, self.target = net, source, target
         self._last = 0.0
+        self._sent: deque[Callable[[], None]] = deque()  # on its way: what arrives is the oldest, however times were rounded
         self._held: deque[Callable[[], None]] = deque()
         self.cut, self.slow = False, 1.0
         net.wires.append(self)
@@ -31,9 +32,11 @@ class Wire:
         if self._net.slow:
             slow *= self._net.slow.get(self.source, 1.0) * self._net.slow.get(self.target, 1.0)
         self._last = max(self._last, world.now + world.delay(HOP_S) * slow)
-        world.at(self._last - world.now, lambda: self._arrive(arrive), None)
+        self._sent.append(arrive)
+        world.at(self._last - world.now, self._arrive, None)
 
-    def _arrive(self, arrive: Callable[[], None]) -> None:
+    def _arrive(self) -> None:
+        arrive = self._sent.popleft()
         if self.is_cut or self._held:
             self._held.append(arrive)
         else:
