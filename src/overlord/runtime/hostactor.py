@@ -89,10 +89,12 @@ class Events:
 class HostActor(Carrier):
     """A pump, threads that work for it, and what happened in it."""
 
+    BACKGROUND = False  # it reads ahead, so others may go before it
+
     def __init__(self, name: str, settings: Settings):
         super().__init__(check=settings.check)
         self.name, self._machine = name, settings.machine
-        self._machine.prepare(settings.workers)
+        self._machine.prepare(settings.workers, background=self.BACKGROUND)
         self._events = Events(self._machine.now)
         self._pump = self._machine.pump(name)
         self._executor = self._machine.executor(settings.workers, self._pump)

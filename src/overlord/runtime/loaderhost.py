@@ -46,6 +46,8 @@ JOIN_BELOW = 4096  # values a piece: to look at each takes longer than to copy a
 class LoaderHost(HostActor):
     """Some logical loaders of a job. ``kits`` are of all sources it may ever have to read: code comes with the process, or not at all."""
 
+    BACKGROUND = True
+
     def __init__(
         self, number: int, settings: Settings, kits: Mapping[int, SourceKit], openings: Sequence[Opening], constructors: Mapping[int, str],
         hooks: Sequence[Hook], seed: int,

@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from overlord.allocators import share_arenas
 from overlord.channel.address import HAS_SHARED_MEMORY, is_loopback, reachable
 from overlord.channel.link import Link
 from overlord.channel.ring import Ring
 from overlord.channel.server import OnClose, OnMessage, OnOpen, Server, dial
-from overlord.runtime.allocators import share_arenas
 from overlord.runtime.carrier import Executor
 from overlord.runtime.local import Pump, ThreadExecutor
+from overlord.runtime.scheduling import in_background
 
 INTERFACE = "OVERLORD_INTERFACE"  # the environment's word for the address at which other machines reach this one
 NODE = "OVERLORD_NODE"  # and for what a cluster calls it
@@ -45,9 +46,11 @@ class Machine:
         """And for clients, who were told to come to this interface."""
         return {"host": host, "tcp": not is_loopback(host) or not HAS_SHARED_MEMORY, "port": self.ports or 0}
 
-    def prepare(self, workers: int) -> None:
-        """The process is a host's own, with so many threads that work at the same time."""
+    def prepare(self, workers: int, *, background: bool = False) -> None:
+        """The process is a host's own, with so many threads that work at the same time; ``background``: nobody waits for each of them."""
         share_arenas(workers)
+        if background:
+            in_background()
 
     def pump(self, name: str) -> Pump:
         return Pump(name)

@@ -1,7 +1,7 @@
 """What the fork server loads first: Arrow, so that all hosts have it as they need it."""
 
 from overlord import forking
-from overlord.runtime.allocators import system_pool
+from overlord.allocators import system_pool
 
 with system_pool():
     import pyarrow as pa

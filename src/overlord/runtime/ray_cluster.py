@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from overlord.allocators import system_pool
 from overlord.errors import DataStall, JobError, OverlordError
 from overlord.job import did_you_mean
-from overlord.runtime.allocators import system_pool
 from overlord.runtime.machine import NODE
 from overlord.runtime.options import n_cores
 from overlord.runtime.placing import Node

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from array import array
 from dataclasses import dataclass, field
@@ -10,8 +9,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 
+from overlord.allocators import give_back
 from overlord.errors import TransformError
 from overlord.hashing import digest
 from overlord.sample import Ragged
@@ -124,6 +125,16 @@ def _content(path: str, source: str) -> tuple[str, bytes | None]:
     return _digests[path][1], content
 
 
+class _Model(msgspec.Struct):
+    dropout: float | None = None
+
+
+class _File(msgspec.Struct):
+    """The one field of a tokenizer.json that matters here: to parse all of it takes ten times its size."""
+
+    model: _Model | None = None
+
+
 def _load(path: str, content: bytes, source: str) -> tuple[Any, int]:
     # Worker threads already run side by side; threads of tokenizers' own beside them cost 25 % more CPU per byte.
     # The variable is read at every call, so this holds from here on; whoever has set it keeps what they set.
@@ -133,9 +144,8 @@ def _load(path: str, content: bytes, source: str) -> tuple[Any, int]:
     except ImportError as fault:
         raise TransformError(source, "Tokenize", "the package tokenizers is not installed", "pip install 'overlord[text]'") from fault
     try:
-        text = content.decode()
-        dropout = (json.loads(text).get("model") or {}).get("dropout")
-        tokenizer = Tokenizer.from_str(text)
+        dropout = getattr(msgspec.json.decode(content, type=_File).model, "dropout", None)
+        tokenizer = Tokenizer.from_buffer(content)
     except Exception as fault:  # tokenizers raises plain Exception
         raise TransformError(source, "Tokenize", f"{path} is no tokenizer.json: {fault}") from fault
     if dropout:
@@ -143,7 +153,9 @@ def _load(path: str, content: bytes, source: str) -> tuple[Any, int]:
         raise TransformError(source, "Tokenize", problem, "set model.dropout to null in the file")
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    return tokenizer, max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    top = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    give_back()  # what was parsed: 7 MB of 15 with a file of 1.7 MB
+    return tokenizer, top
 
 
 def _token_id(tokenizer: Any, spec: Tokenize, name: str, source: str) -> int | None:

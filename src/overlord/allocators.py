@@ -29,6 +29,13 @@ def system_pool() -> Iterator[None]:
         del os.environ[POOL]
 
 
+def give_back() -> None:
+    """What was freed goes back to the system: for moments after which much less is needed than before. Loading a tokenizer is one."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the GNU C library has it
+    if trim is not None:
+        trim(0)
+
+
 def share_arenas(workers: int) -> None:
     """``workers``: threads of this process that work at the same time. More need no memory of their own."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # the GNU C library has it
