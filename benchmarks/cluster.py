@@ -1,6 +1,6 @@
 """The same job on Ray and off it, beside Ray Data, in one run on the same data: CPU, memory, idle cost, first step, what trainers wait.
 
-    python benchmarks/cluster.py --save                               # for the record: about 20 minutes on two idle cores
+    python benchmarks/cluster.py --save                               # for the record: about 40 minutes on two idle cores
     python benchmarks/cluster.py --sources 5 --jobs null --quick      # a look, two minutes
     python benchmarks/cluster.py --sources 300 --ranks 8 --peers bare,overlord-ray,ray-data
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -64,7 +65,7 @@ HEAD = (
 
 @dataclass(slots=True)
 class Setting:
-    """A job, sources and ranks, with its runs: the bare loop before and after all others."""
+    """A job, sources and ranks, with its runs: rounds of all loaders, the bare loop before, between and after them."""
 
     job: str
     n_sources: int
@@ -72,23 +73,38 @@ class Setting:
     peers: list[str]
     runs: list[Outcome] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    repeats: int = 1
 
     def cells(self) -> list[str]:
-        return [*self.peers, BARE] if BARE in self.peers and len(self.peers) > 1 else self.peers
+        return self.peers * self.repeats + ([BARE] if BARE in self.peers and len(self.peers) > 1 else [])
 
     def of(self, peer: str) -> Outcome | None:
-        return next((run for run in self.runs if run.peer == peer), None)
+        """The run whose CPU a token is in the middle; of an even number the dearer one."""
+        found = sorted((run for run in self.runs if run.peer == peer), key=lambda run: run.cpu)
+        return found[len(found) // 2] if found else None
+
+    def spread(self, peer: str) -> str:
+        """The least and the most CPU a token of several runs."""
+        found = [run.cpu for run in self.runs if run.peer == peer]
+        return f" ({min(found):.4f} to {max(found):.4f})" if self.repeats > 1 and len(found) > 1 else ""
+
+    def apart(self, one: str, other: str) -> bool:
+        """Whether every one of several runs of a loader took less than every one of another's, in the steady part and on the whole."""
+        mine, theirs = ([run for run in self.runs if run.peer == peer] for peer in (one, other))
+        if self.repeats == 1 or not mine or not theirs:
+            return False
+        return all(max(cost(run) for run in mine) < min(cost(run) for run in theirs) for cost in (lambda r: r.cpu, lambda r: r.whole))
 
     @property
     def bare_cpu(self) -> float | None:
         found = [run.cpu for run in self.runs if run.peer == BARE]
-        return sum(found) / len(found) if found else None
+        return statistics.median(found) if found else None
 
     def ratio(self, run: Outcome) -> float | None:
         return run.cpu / self.bare_cpu if self.bare_cpu else None
 
 
-def settings_of(jobs: Sequence[str], sources: Sequence[int], ranks: Sequence[int], peers: Sequence[str]) -> list[Setting]:
+def settings_of(jobs: Sequence[str], sources: Sequence[int], ranks: Sequence[int], peers: Sequence[str], repeats: int = 1) -> list[Setting]:
     """Every combination; one source a host where there are few of them, and once more with as many as are sensible."""
     made = []
     for job in jobs:
@@ -97,9 +113,9 @@ def settings_of(jobs: Sequence[str], sources: Sequence[int], ranks: Sequence[int
                 left_out = {ONE} if n > MOST_ONE else set()
                 left_out |= set(THEIRS) if r != ranks[-1] else set()  # they take long, whatever the ranks
                 left_out |= {AUTO} if n <= MOST_ONE else set()  # with few sources it is the same
-                made.append(Setting(job, n, r, [p for p in peers if p not in left_out]))
+                made.append(Setting(job, n, r, [p for p in peers if p not in left_out], repeats=repeats))
     if ONE in peers and max(sources) > MOST_ONE and MOST_ONE not in sources:
-        made.append(Setting(jobs[0], MOST_ONE, ranks[-1], [p for p in EXTRA_PEERS if p in peers]))
+        made.append(Setting(jobs[0], MOST_ONE, ranks[-1], [p for p in EXTRA_PEERS if p in peers], repeats=repeats))
     return made
 
 
@@ -143,7 +159,8 @@ def _row(setting: Setting, run: Outcome) -> list[str]:
     apart, ratio, wait = run.pss_mb[HOSTS] > 0, setting.ratio(run), run.wait_ms
     on_ray, cpu = run.pss_mb[SERVICES] > 0, setting.bare_cpu if run.peer == BARE and setting.bare_cpu else run.cpu
     return [
-        f"{cpu:.4f}", "" if ratio is None else "1" if run.peer == BARE else f"{ratio:.2f}" + ("*" if ratio < EARLY else ""),
+        f"{cpu:.4f}" + setting.spread(run.peer),
+        "" if ratio is None else "1" if run.peer == BARE else f"{ratio:.2f}" + ("*" if ratio < EARLY else ""),
         f"{run.share(SERVICES):.0%}" if on_ray else "", f"{run.whole:.3f}", f"{run.speed:.2f}", f"{run.pss_mb['all']:.0f}",
         f"{run.pss_mb[HOSTS]:.0f}" if apart else "", f"{run.pss_mb[SERVICES]:.0f}" if on_ray else "",
         f"{run.pss_mb[RANKS]:.0f}" if apart else "", f"{run.idle_cores:.3f}" + ("" if run.settled else " busy"),
@@ -184,7 +201,7 @@ def _beside(setting: Setting, run: Outcome, peer: str, where: str) -> list[list[
     found |= {"memory": run.pss_mb["all"] / other.pss_mb["all"]}
     rows = [_verdict(f"below {peer}, {what}", where, f"{part:.2f} of it", part < 1) for what, part in found.items()]
     for row, (what, part) in zip(rows, found.items(), strict=True):
-        if what != "memory" and abs(part - 1) < CLOSE:
+        if what != "memory" and abs(part - 1) < CLOSE and not setting.apart(run.peer, peer):
             row[-1] = "too close to tell"
     return rows
 
@@ -223,7 +240,10 @@ def notes(settings: Sequence[Setting]) -> list[str]:
     idle = [run.idle_parts[SERVICES] for setting in settings for run in setting.runs if run.peer == ON_RAY]
     found = [
         f"- {one_note()[0].upper()}{one_note()[1:]}.",
-        "- Single runs; the bare loop's figure is the mean of a run before and one after the others of its setting.",
+        "- Single runs; the bare loop's figure is the mean of a run before and one after the others of its setting."
+        if settings[0].repeats == 1
+        else f"- {settings[0].repeats} rounds of every loader, with the bare loop before, between and after them: a row is the run whose "
+        "CPU a token is in the middle, with the least and the most of all; the bare loop's is the median.",
         f"- The fewest tokens that a cell delivered: {least / 1e6:.1f} million. One that was stopped by time delivered "
         "fewer than were wanted, and its start weighs more.",
         "- \\*: less than the bare loop, so this part of the run lived on what was read ahead before it; use the whole run. "
@@ -250,6 +270,7 @@ def _words(known: Sequence[str], given: str) -> list[str]:
 @click.option("--ranks", type=Numbers(), default="2,8", show_default=True, help="The tokenized job is done with the last of them only.")
 @click.option("--peers", default=",".join(PEERS), show_default=True, help="Not all of them with all sources and ranks.")
 @click.option("--run-s", type=float, default=30.0, show_default=True, help="A cell delivers for so long at most.")
+@click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Rounds of every setting; the middle run is shown.")
 @click.option("--start-s", type=float, default=90.0, show_default=True, help="Until its first step; one that needs longer has failed.")
 @click.option("--quick", is_flag=True, help="Six times fewer tokens and 5 s at most: a look, not a measurement.")
 @click.option("--data", type=click.Path(path_type=Path, file_okay=False), default=default_folder, help="Where the data is made and kept.")
@@ -260,11 +281,11 @@ def _words(known: Sequence[str], given: str) -> list[str]:
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Writes every run's figures there.")
 @click.option("--save", "saving", is_flag=True, help="Writes the page, dated, to benchmarks/results.")
 def main(
-    sources: list[int], jobs: str, ranks: list[int], peers: str, run_s: float, start_s: float, quick: bool, data: Path, seed: int,
-    idle_s: float, json_path: Path | None, saving: bool,
+    sources: list[int], jobs: str, ranks: list[int], peers: str, run_s: float, repeats: int, start_s: float, quick: bool, data: Path,
+    seed: int, idle_s: float, json_path: Path | None, saving: bool,
 ) -> None:  # fmt: skip
     console, today = wide_console(), datetime.date.today().isoformat()
-    settings = settings_of(_words(tuple(TOKENS), jobs), sources, ranks, _words(tuple(PEERS), peers))
+    settings = settings_of(_words(tuple(TOKENS), jobs), sources, ranks, _words(tuple(PEERS), peers), repeats)
     adopt_orphans()
     limits = Limits(run_s=5.0, idle_s=1.5, start_s=start_s) if quick else Limits(run_s=run_s, start_s=start_s)
     found = corpora(console, data, dict.fromkeys(setting.n_sources for setting in settings), seed)

@@ -102,3 +102,18 @@ def test_cpu_that_differs_by_less_than_single_runs_do_is_not_called_a_win() -> N
     runs = [outcome("overlord-ray", 0.097, 90), outcome("ray-data-list", 0.1, 100)]
     setting = cluster.Setting("tokenized", 5, 8, ["overlord-ray", "ray-data-list"], runs)
     assert [row[-1] for row in cluster.verdicts([setting])] == ["too close to tell", "too close to tell", "met"]
+
+
+def test_of_several_runs_the_middle_one_is_shown_and_a_difference_that_all_of_them_have_is_one() -> None:
+    def setting(theirs: list[float]) -> cluster.Setting:
+        runs = [outcome("bare", 0.02, 10)] * 4 + [outcome("overlord-ray", cpu, 90) for cpu in (0.093, 0.09, 0.095)]
+        runs += [outcome("ray-data-list", cpu, 100) for cpu in theirs]
+        return cluster.Setting("tokenized", 5, 8, ["bare", "overlord-ray", "ray-data-list"], runs, repeats=3)
+
+    apart, mixed = setting([0.096, 0.1, 0.098]), setting([0.094, 0.1, 0.098])
+    assert apart.cells() == ["bare", "overlord-ray", "ray-data-list"] * 3 + ["bare"]
+    assert apart.of("overlord-ray").cpu == pytest.approx(0.093)  # type: ignore[union-attr]
+    assert "(0.0900 to 0.0950)" in cluster.rows_of(apart)[1][4]
+    assert [row[-1] for row in cluster.verdicts([apart])] == ["met"] * 3
+    assert [row[-1] for row in cluster.verdicts([mixed])] == ["too close to tell"] * 2 + ["met"]
+    assert "3 rounds of every loader" in cluster.page([apart], "2026-01-01", "python benchmarks/cluster.py")
