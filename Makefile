@@ -41,11 +41,11 @@ ON_RAY += process_clients process_faults process_hostile serving rejoin scaling 
 ray: $(VENV)/.test
 	OVERLORD_TEST_RUNTIME=ray $(BIN)/python -m pytest $(ON_RAY:%=tests/scenarios/test_%.py)
 
-# Simulated clusters with faults, by the thousand: make soak SEEDS=100000
+# Simulated clusters with faults, by the thousand: make soak SEEDS=100000. It takes hours; with KEEP=file one that was stopped goes on.
 SEEDS ?= 10000
 FIRST ?= 0
 soak: $(VENV)/.test
-	$(BIN)/python -m overlord.simulation --seeds $(SEEDS) --first $(FIRST) --past tests/simulation/past_failures.txt
+	$(BIN)/python -m overlord.simulation --seeds $(SEEDS) --first $(FIRST) --past tests/simulation/past_failures.txt $(if $(KEEP),--keep $(KEEP))
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/planning.py

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from overlord.errors import JobError
 from overlord.journal import place
 from overlord.loader import reader
+from overlord.simulation import soak as soaking
 from overlord.simulation.faults import KINDS
 from overlord.simulation.running import run_seed
 from overlord.simulation.scenario import STEPS, draw
-from overlord.simulation.soak import Tally, outcome_of, past_failures
+from overlord.simulation.soak import Tally, outcome_of, past_failures, soak
 from overlord.simulation.world import Killed
 
 PAST = Path(__file__).with_name("past_failures.txt")
@@ -98,3 +100,51 @@ def test_a_seed_that_raises_whatever_it_is_fails_and_is_not_passed_over(monkeypa
     monkeypatch.setattr("overlord.simulation.soak.run_seed", killed)
     [violation] = outcome_of(7).violations
     assert "it raised" in violation
+
+
+def test_a_soak_that_was_stopped_goes_on_and_counts_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, keep, past = [], tmp_path / "soak.json", tmp_path / "past.txt"
+    past.write_text("3  # once\n")
+
+    def stopped(seed: int) -> soaking.Outcome:
+        if len(ran) == 4:
+            raise KeyboardInterrupt
+        ran.append(seed)
+        return outcome_of(seed)
+
+    monkeypatch.setattr(soaking, "outcome_of", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        soak(range(5, 11), past=past, processes=1, keep=keep)
+    assert ran == [3, 5, 6, 7]  # what failed once comes first, and counts for nothing
+    monkeypatch.setattr(soaking, "outcome_of", outcome_of)
+    monkeypatch.setattr(soaking, "code_version", lambda: "later")
+    tally, at_once = soak(range(5, 11), past=past, processes=1, keep=keep), soak(range(5, 11), processes=1)
+    assert (tally.seeds, tally.fewest, tally.failed) == (at_once.seeds, at_once.fewest, at_once.failed) == (6, at_once.fewest, {})
+    assert tally.table() == at_once.table()
+    assert sorted(tally.versions.values()) == [3, 3]
+    assert tally.versions["later"] == 3
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("soak")] == ["soak.json"]
+
+
+def test_a_file_of_another_soak_is_refused(tmp_path: Path) -> None:
+    keep = tmp_path / "soak.json"
+    soak(range(5, 6), processes=1, keep=keep)
+    with pytest.raises(JobError, match=r"counts seeds from 5 on, and 7 is asked for"):
+        soak(range(7, 9), processes=1, keep=keep)
+    keep.write_text("{}")
+    with pytest.raises(JobError, match="is no file of a soak"):
+        soak(range(5, 9), processes=1, keep=keep)
+
+
+def test_seeds_that_fail_are_kept_with_what_was_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def killed(seed: int) -> None:
+        raise Killed
+
+    monkeypatch.setattr("overlord.simulation.soak.run_seed", killed)
+    keep, past = tmp_path / "soak.json", tmp_path / "past.txt"
+    soak(range(5, 7), past=past, processes=1, keep=keep)
+    assert "replay: python -m overlord.simulation --seed 6" in capsys.readouterr().out
+    assert past_failures(past) == [5, 6]
+    assert list(soaking.read_kept(keep, 5).failed) == [5, 6]

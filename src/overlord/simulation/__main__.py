@@ -7,6 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
+from overlord.errors import JobError
 from overlord.simulation.running import run_seed
 from overlord.simulation.soak import soak
 
@@ -19,6 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--seeds", type=int, help="run so many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--past", type=Path, help="file of seeds that failed once: they come first, and those that fail now are added")
+    parser.add_argument("--keep", type=Path, help="file of what was counted: a soak that was stopped goes on from it")
     parser.add_argument("--processes", type=int, help="default: all cores")
     parser.add_argument("--log", action="store_true", help="with --seed: what the parts log")
     given = parser.parse_args(argv)
@@ -28,10 +30,15 @@ def main(argv: list[str] | None = None) -> int:
         verdict = run_seed(given.seed)
         print(verdict)
         return 1 if verdict.violations else 0
-    tally = soak(range(given.first, given.first + given.seeds), past=given.past, processes=given.processes)
+    try:
+        tally = soak(range(given.first, given.first + given.seeds), past=given.past, processes=given.processes, keep=given.keep)
+    except JobError as error:
+        parser.error(str(error))
     print(tally.table())
     each = tally.seconds / max(1, tally.seeds)
     print(f"{tally.seeds} seeds, {each:.2f} s of CPU each, at least {tally.fewest} faults in each, {len(tally.failed)} failed")
+    if len(tally.versions) > 1:
+        print("on several versions of the code: " + ", ".join(f"{n} seeds on {version}" for version, n in tally.versions.items()))
     return 1 if tally.failed else 0
 
 

@@ -1,10 +1,15 @@
-"""Many seeds, on all cores: those that failed once come first, those that fail now are noted, and what struck whom is counted."""
+"""Many seeds, on all cores: those that failed once come first, those that fail now are noted, and what struck whom is counted.
+
+A hundred thousand take hours. What was counted can be kept in a file, from which a soak that was stopped goes on; it tells how many
+seeds ran on which code, since a soak says something of one version only.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
 import multiprocessing
+import os
 import sys
 import time
 import traceback
@@ -12,13 +17,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 
+import msgspec
+
 from overlord import limits
+from overlord.errors import JobError
 from overlord.simulation.faults import LEAST
 from overlord.simulation.running import run_seed
 from overlord.simulation.world import Killed
 
+PACKAGE = Path(__file__).resolve().parents[1]
+KEEP_EVERY = 100  # seeds: half a minute of work at most is lost with a machine
 ROLES = ("loader", "constructor", "planner", "trainer", "job")
 
 
@@ -42,9 +54,11 @@ class Tally:
     fewest: int = 10**9  # faults in one run
     fired: Counter[tuple[str, str]] = field(default_factory=Counter)
     failed: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    versions: Counter[str] = field(default_factory=Counter)  # of the code, by how many seeds it ran
 
     def add(self, outcome: Outcome) -> None:
         self.seeds += 1
+        self.versions[code_version()] += 1
         self.seconds += outcome.seconds
         self.fewest = min(self.fewest, outcome.fired.total())
         self.fired += outcome.fired
@@ -62,6 +76,56 @@ class Tally:
 
     def _of(self, kind: str) -> int:
         return sum(n for (k, _), n in self.fired.items() if k == kind)
+
+
+@cache
+def code_version() -> str:
+    """A digest of the package's sources: what was kept may be of others."""
+    state = blake2b(digest_size=4)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        state.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
+    return state.hexdigest()
+
+
+class _Kept(msgspec.Struct, kw_only=True):
+    """A tally in a file."""
+
+    first: int
+    done: int  # seeds from the first on
+    seconds: float
+    fewest: int
+    fired: dict[str, dict[str, int]]  # by fault and role
+    failed: dict[int, tuple[str, ...]]
+    versions: dict[str, int]
+
+
+def read_kept(path: Path, first: int) -> Tally:
+    """What was counted before; nothing where there is no file."""
+    if not path.exists():
+        return Tally()
+    try:
+        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
+    except msgspec.MsgspecError as fault:
+        raise JobError([f"{path} is no file of a soak: {fault}; give another name, or remove it"], "keep") from fault
+    if kept.first != first:
+        problem = f"{path} counts seeds from {kept.first} on, and {first} is asked for: give --first {kept.first}, or another file"
+        raise JobError([problem], "keep")
+    fired = Counter({(kind, role): n for kind, roles in kept.fired.items() for role, n in roles.items()})
+    return Tally(kept.done, kept.seconds, kept.fewest, fired, kept.failed, Counter(kept.versions))
+
+
+def write_kept(path: Path, first: int, tally: Tally) -> None:
+    """Whole or not at all."""
+    fired: dict[str, dict[str, int]] = {}
+    for (kind, role), n in sorted(tally.fired.items()):
+        fired.setdefault(kind, {})[role] = n
+    kept = _Kept(
+        first=first, done=tally.seeds, seconds=tally.seconds, fewest=tally.fewest, fired=fired, failed=tally.failed,
+        versions=dict(tally.versions),
+    )  # fmt: skip
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    beside.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1))
+    beside.replace(path)
 
 
 def outcome_of(seed: int) -> Outcome:
@@ -99,20 +163,38 @@ def past_failures(path: Path | None) -> list[int]:
     return [int(words[0]) for words in lines if words]
 
 
-def soak(seeds: Sequence[int], *, past: Path | None = None, processes: int | None = None, every: int = 500) -> Tally:
-    """Run seeds, past failures first, and say how it goes; seeds that fail are appended to ``past``."""
-    known = past_failures(past)
-    order = [*known, *(s for s in seeds if s not in set(known))]
-    tally, start = Tally(), time.monotonic()
-    for outcome in outcomes(order, processes or limits.cores()):
-        tally.add(outcome)
+def soak(
+    seeds: Sequence[int], *, past: Path | None = None, processes: int | None = None, every: int = 500, keep: Path | None = None
+) -> Tally:
+    """Run seeds, past failures first, and say how it goes; seeds that fail are appended to ``past``. What ``keep`` has is not run again."""
+    known, n = past_failures(past), limits.cores() if processes is None else processes
+    tally = read_kept(keep, seeds[0]) if keep is not None and len(seeds) else Tally()
+    for outcome in outcomes([] if tally.seeds else known, n):  # once, and not among those that are counted: they were chosen
+        _tell(outcome, known, past)
         if outcome.violations:
-            print(f"seed {outcome.seed}: {outcome.violations[0]}", flush=True)
-            print(f"    replay: python -m overlord.simulation --seed {outcome.seed}", flush=True)
-            if past is not None and outcome.seed not in known:
-                with past.open("a") as out:
-                    out.write(f"{outcome.seed}  # {outcome.violations[0].splitlines()[-1][:160]}\n")
-        if tally.seeds % every == 0:
-            took = time.monotonic() - start
-            print(f"{tally.seeds} of {len(order)} seeds, {len(tally.failed)} failed, {took:.0f} s", file=sys.stderr, flush=True)
+            tally.failed[outcome.seed] = outcome.violations
+    start, before, rest = time.monotonic(), tally.seeds, seeds[tally.seeds :]
+    try:
+        for outcome in outcomes(rest, n):
+            tally.add(outcome)
+            _tell(outcome, known, past)
+            if tally.seeds % every == 0:
+                took = time.monotonic() - start
+                print(f"{tally.seeds} of {len(seeds)} seeds, {len(tally.failed)} failed, {took:.0f} s", file=sys.stderr, flush=True)
+            if keep is not None and tally.seeds % KEEP_EVERY == 0:
+                write_kept(keep, seeds[0], tally)
+    finally:
+        if keep is not None and tally.seeds > before:
+            write_kept(keep, seeds[0], tally)
     return tally
+
+
+def _tell(outcome: Outcome, known: Sequence[int], past: Path | None) -> None:
+    """Of one that failed: what, how to replay it, and a line for the file of those that did."""
+    if not outcome.violations:
+        return
+    print(f"seed {outcome.seed}: {outcome.violations[0]}", flush=True)
+    print(f"    replay: python -m overlord.simulation --seed {outcome.seed}", flush=True)
+    if past is not None and outcome.seed not in known:
+        with past.open("a") as out:
+            out.write(f"{outcome.seed}  # {outcome.violations[0].splitlines()[-1][:160]}\n")
