@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import os
@@ -28,8 +29,10 @@ BLOCKS = 20  # so that the workers of a test run share them
 
 @pytest.fixture(autouse=True)
 def quiet() -> object:
-    """Parts are lost all the time, and say so."""
+    """Parts are lost all the time, and say so. What tests before left in this process is not looked through after every few seeds."""
     logging.disable(logging.CRITICAL)
+    gc.collect()
+    gc.freeze()
     yield
     logging.disable(logging.NOTSET)
 
