@@ -30,12 +30,14 @@ def status(address: str | None, debug: bool) -> None:
             if not job.parts:
                 continue
             console.print(f"  trainers connect to {job.address}", markup=False, soft_wrap=True)
-            table = Table("part", "node", "cores", "memory MB", "process", "state", box=None, pad_edge=False)
+            kinds = sorted({kind for part in job.parts for kind in part["asked"]} - {"cores", "memory"})
+            table = Table("part", "node", "cores", "memory MB", *kinds, "process", "state", box=None, pad_edge=False)
             for part in job.parts:
-                kept = (f"{part['cores']:g}", f"{part['memory'] / 2**20:.0f}") if part["cores"] or part["memory"] else ("", "")
+                asked = {**part["asked"], "memory": part["asked"].get("memory", 0.0) // 2**20}
+                kept = [f"{asked[kind]:g}" if asked.get(kind) else "" for kind in ("cores", "memory", *kinds)]
                 table.add_row(f"  {part['name']}", part["node"], *kept, str(part["pid"]), part["state"])
             console.print(table)
-            if crowded := [part["name"] for part in job.parts if part["name"] != "planner" and not part["cores"]]:
+            if crowded := [part["name"] for part in job.parts if part["name"] != "planner" and not part["asked"].get("cores")]:
                 console.print(f"  without cores of their own, since no node had any to spare: {', '.join(crowded)}", markup=False)
             for line in job.scaling:
                 console.print(f"  {line}", markup=False, soft_wrap=True)

@@ -271,8 +271,8 @@ def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the
         assert {before["loader-host/0"], before["loader-host/1"]} == {"gpu-0", "gpu-1"}, "half of four cores each, one for a constructor"
         asked = eval(there.line())
         assert set(asked) == set(before)
-        assert {cores for cores, _ in asked.values()} == {1.0}, "there is room for all"
-        assert min(memory for _, memory in asked.values()) >= 2**27
+        assert {a["cores"] for a in asked.values()} == {1.0}, "there is room for all"
+        assert min(a["memory"] for a in asked.values()) >= 2**27
         assert all(21000 <= int(port) < 21200 for port in eval(there.line()))
         assert there.line() == "True", "to the byte"
         assert set(eval(there.line()).values()) == {"gpu-0"}

@@ -7,7 +7,19 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.runtime.placing import Layout, Node, Spot, again, choose, cores_for_loading, unknown
+from overlord.runtime.placing import (
+    Layout,
+    Node,
+    Spot,
+    again,
+    by_one_name,
+    choose,
+    constructors_by_node,
+    cores_for_loading,
+    has_label,
+    problems,
+    without_job,
+)
 
 TRAINERS = [Node(id="t0", name="gpu-0", address="10.0.0.1", idle_cores=8), Node(id="t1", name="gpu-1", address="10.0.0.2", idle_cores=8)]
 CPUS = [Node(id="c0", name="cpu-0", address="10.0.1.1", idle_cores=4)]
@@ -26,9 +38,11 @@ def all_spots(names: list[str], nodes: list[Node], layout: Layout, memory: int =
 
 
 def test_a_node_that_is_not_there_is_told_once_with_those_that_are() -> None:
-    assert unknown([*CPUS, *TRAINERS], BESIDE) == []
-    [said] = unknown(CPUS, Layout(rank_nodes=("10.0.1.1", "gpu-7", "gpu-7")))
+    assert problems([*CPUS, *TRAINERS], BESIDE, 4) == []
+    [said] = problems(CPUS, Layout(rank_nodes=("10.0.1.1", "gpu-7", "gpu-7")), 3)
     assert said == "rank_nodes: no node of the cluster is called 'gpu-7'; there are cpu-0"
+    [said] = problems([*CPUS, *TRAINERS], BESIDE, 8)
+    assert said == "rank_nodes: wanted a node for each of 8 ranks, found 4: name them by rank, from rank 0 on"
 
 
 def test_constructors_go_where_the_ranks_of_their_groups_are() -> None:
@@ -95,3 +109,90 @@ def test_every_host_has_a_node_and_a_share_is_kept_while_there_is_room(cores: li
     if n <= sum(room):
         load = Counter(placed.values())
         assert all(load[f"n{i}"] <= most for i, most in enumerate(room))
+
+
+# constructors and the groups that they build for
+
+
+def test_the_groups_of_a_node_share_its_constructor_hosts() -> None:
+    two, four = [["a"], ["a"], ["b"], ["b"]], [["a"], ["b"], ["a"], ["b"]]
+    assert constructors_by_node(two, 2) == [0, 0, 1, 1]
+    assert constructors_by_node(four, 2) == [0, 1, 0, 1]
+    assert constructors_by_node([["a"], ["a"], ["a"], ["b"]], 3) == [0, 1, 0, 2], "the second goes where there are more groups"
+    assert constructors_by_node([["a", "b", "b"], ["a"], []], 3) == [0, 1, 2], "where most ranks of a group are; of one nobody knows"
+    assert constructors_by_node(two, 1) == [0, 0, 0, 0]
+    assert constructors_by_node([[], [], []], 2) == [0, 1, 0], "in turn, where nobody said"
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=24), st.integers(1, 30))
+def test_no_constructor_host_serves_two_nodes_while_there_are_enough_and_none_is_idle(at: list[str], hosts: int) -> None:
+    found = constructors_by_node([[node] for node in at], hosts)
+    serves = {host: {node for node, h in zip(at, found, strict=True) if h == host} for host in found}
+    assert sorted(serves) == list(range(min(hosts, len(at)) if hosts >= len(set(at)) else hosts)), "numbered through"
+    if hosts >= len(set(at)):
+        assert all(len(nodes) == 1 for nodes in serves.values())
+    else:
+        assert all(len({h for node, h in zip(at, found, strict=True) if node == one}) == 1 for one in set(at)), "of a node all are together"
+
+
+def test_two_names_of_one_node_are_one() -> None:
+    assert by_one_name(TRAINERS, ["gpu-0", "t0", "10.0.0.1", "10.0.0.2"]) == ("gpu-0", "gpu-0", "gpu-0", "gpu-1")
+    twins = [Node(id="x", name="same"), Node(id="y", name="same")]
+    assert by_one_name(twins, ["y", "x"]) == ("y", "x"), "a name that two have is none"
+
+
+# cores that others have taken since
+
+
+def test_a_node_that_others_filled_since_has_no_room_and_what_the_job_holds_itself_counts_as_idle() -> None:
+    first = Node(id="n", idle_cores=8, idle_memory=1000, resources={"disk": 2}, idle_resources={"disk": 2})
+    ours = [Spot(node="n", cores=1, memory=100, resources={"disk": 1})] * 2
+    filled = Node(id="n", idle_cores=0, idle_memory=0, resources={"disk": 2})
+    found = without_job(first, filled, ours)
+    assert (found.idle_cores, found.idle_memory, found.idle_resources) == (2, 200, {"disk": 2})
+    placed = {"loader-host/0": ours[0], "loader-host/1": ours[1]}
+    assert choose("loader-host/2", [found], Layout(), placed, 100) == Spot(node="n"), "it asks for nothing"
+    told_late = Node(id="n", idle_cores=8, idle_memory=1000, resources={"disk": 2}, idle_resources={"disk": 2})
+    assert without_job(first, told_late, ours) == first, "what was asked for a moment ago is not seen yet"
+
+
+# labels and resources
+
+
+def test_labels_are_matched_as_ray_writes_them() -> None:
+    labels = {"pool": "cpu"}
+    for wanted, has in (("cpu", True), ("gpu", False), ("!gpu", True), ("!cpu", False), ("in(a, cpu)", True), ("!in(a,cpu)", False)):
+        assert has_label(labels, "pool", wanted) is has, wanted
+    assert has_label(labels, "zone", "!a")
+    assert not has_label(labels, "zone", "a")
+
+
+def test_hosts_go_to_nodes_with_the_labels_asked_for_and_constructors_beside_their_ranks_all_the_same() -> None:
+    pool = Node(id="p", name="pool-0", idle_cores=2, labels={"pool": "data"})
+    layout = Layout(rank_nodes=BESIDE.rank_nodes, ranks_of=BESIDE.ranks_of, labels={"pool": "data"})
+    placed = all_placed(["constructor-host/0", *(f"loader-host/{i}" for i in range(4))], [*CPUS, *TRAINERS, pool], layout)
+    assert placed == {"constructor-host/0": "t0", **{f"loader-host/{i}": "p" for i in range(4)}}, "also when it is crowded"
+    assert cores_for_loading([*CPUS, *TRAINERS, pool], layout) == 2
+    assert choose("loader-host/0", [*CPUS, *TRAINERS], layout, {}, 5) == Spot(node="", cores=1.0, memory=5), "no other in its place"
+
+
+def test_hosts_ask_for_resources_of_the_cluster_where_there_are_some() -> None:
+    fast = Node(id="f", idle_cores=8, resources={"scratch": 2.0}, idle_resources={"scratch": 2.0})
+    layout = Layout(resources={"scratch": 1.0})
+    spots = list(all_spots([f"loader-host/{i}" for i in range(3)], [*CPUS, fast], layout, 10).values())
+    assert spots[:2] == [Spot(node="f", cores=1.0, memory=10, resources={"scratch": 1.0})] * 2
+    assert spots[2] == Spot(node="f"), "there is none left, so it asks for nothing"
+    assert again(spots[0], [Node(id="f", idle_cores=8, resources={"scratch": 2.0})]) == Spot(node="f")
+
+
+def test_labels_and_resources_that_no_node_has_are_told_with_those_there_are() -> None:
+    there = [
+        Node(id="a", name="gpu-0", labels={"pool": "gpu", "ray.io/node-id": "a"}, resources={"disk": 2.0}),
+        Node(id="b", address="10.0.0.9"),
+    ]
+    assert problems(there, Layout(labels={"pool": "cpu"}), 1) == [
+        "node_labels: no node of the cluster has pool=cpu; there are gpu-0 with pool=gpu and disk=2.0; 10.0.0.9 with none"
+    ]
+    [said] = problems(there, Layout(resources={"disk": 3}), 1)
+    assert said.startswith("node_resources: no node of the cluster has disk=3; there are gpu-0 with")
+    assert problems(there, Layout(resources={"disk": 3}, reserve=True), 1) == [], "one that has it may come"

@@ -56,13 +56,14 @@ class Handle:
 
 
 OnDeath = Callable[[Handle, str], None]
+Somewhere = str | Mapping[str, str] | None  # a node by its name, any that has these labels, or any
 
 
 class Control(Protocol):
     """What a backend does; ``docs/control.md`` says each word of it."""
 
     def spawn(
-        self, factory: Callable[..., Any], *args: Any, name: str, resources: Mapping[str, float] | None = None, node: str | None = None
+        self, factory: Callable[..., Any], *args: Any, name: str, resources: Mapping[str, float] | None = None, node: Somewhere = None
     ) -> Handle: ...
     def call(self, handle: Handle, method: str, *args: Any) -> Future[Any]: ...
     def tell(self, handle: Handle, method: str, *args: Any) -> None: ...
@@ -156,7 +157,7 @@ class Actors(Generic[R]):
     def _start(self, record: R, factory: Callable[..., Any], args: tuple[Any, ...]) -> Handle:
         raise NotImplementedError
 
-    def _place(self, name: str, resources: Mapping[str, float], node: str | None) -> Any:
+    def _place(self, name: str, resources: Mapping[str, float], node: Somewhere) -> Any:
         """Where an actor is to be, in the backend's own words."""
         if node is not None:
             raise JobError([f"node {node!r} was asked for, but this runtime has one machine; leave node out"], f"actor {name!r}")
@@ -171,7 +172,7 @@ class Actors(Generic[R]):
     # for everyone
 
     def spawn(
-        self, factory: Callable[..., Any], *args: Any, name: str, resources: Mapping[str, float] | None = None, node: str | None = None
+        self, factory: Callable[..., Any], *args: Any, name: str, resources: Mapping[str, float] | None = None, node: Somewhere = None
     ) -> Handle:
         """Start an actor; returns before its factory has run, so that many start together. ``resources`` is a hint for backends that
         place actors; these run on this machine, and know no other ``node``."""

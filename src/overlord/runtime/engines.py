@@ -19,7 +19,7 @@ from overlord.runtime.host import KeptPlans
 from overlord.runtime.local import Pump, ThreadExecutor
 from overlord.runtime.machine import Machine
 from overlord.runtime.options import CORES_PER_CONSTRUCTOR, Options, n_cores, n_workers, port_range
-from overlord.runtime.placing import Layout, cores_for_loading, unknown
+from overlord.runtime.placing import by_one_name, cores_for_loading, problems
 from overlord.runtime.written import Unwritten
 from overlord.scaling.budget import parse_bytes, split
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from overlord.runtime.planned import FarPlanner, FarPlans
     from overlord.runtime.planneractor import Counted
 
+OF_NODES = ("rank_nodes", "node_labels", "node_resources")  # options that name nodes of a cluster
 RUNTIMES = {"local": "in this process", "process": "in processes of this machine", "ray": "on a Ray cluster"}
 
 
@@ -104,18 +105,30 @@ def make_control(runtime: str, blueprint: Blueprint) -> tuple[Control, Machine]:
 def sized(runtime: str, job: Job, options: Options) -> Options:
     """How many hosts, for a cluster of several machines: said once, where the job is launched, since machines differ. It is kept."""
     if runtime != "ray":
+        _refuse_nodes(options, f"runtime={runtime!r} has one machine: leave it out")
         return options
     from overlord.runtime.ray_cluster import CLUSTER
+    from overlord.runtime.starting import layout_asked
 
     if not CLUSTER.far:
+        _refuse_nodes(options, "this machine is the whole cluster: give its address, or leave it out")
         return options
-    layout = Layout(rank_nodes=tuple(options.rank_nodes or ()), share=options.sidecar)
-    if problems := unknown(nodes := CLUSTER.nodes(), layout):
-        raise JobError(problems, "launch")
+    layout = layout_asked(options)
+    if found := problems(nodes := CLUSTER.nodes(), layout, job.place.world_size):
+        raise JobError(found, "launch")
+    layout = replace(layout, rank_nodes=by_one_name(nodes, layout.rank_nodes))
     cores, buckets = cores_for_loading(nodes, layout), len(list(job.place.buckets("DP")))
     beside = len(set(layout.rank_nodes)) or max(1, cores // CORES_PER_CONSTRUCTOR)
-    constructors = options.constructor_hosts or min(buckets, beside)
-    return replace(options, hosts=options.hosts or cores, constructor_hosts=constructors, workers=options.workers or cores)
+    return replace(
+        options, hosts=options.hosts or cores, constructor_hosts=options.constructor_hosts or min(buckets, beside),
+        workers=options.workers or cores, rank_nodes=layout.rank_nodes or None,
+    )  # fmt: skip
+
+
+def _refuse_nodes(options: Options, why: str) -> None:
+    """What would be passed over is told: whoever names nodes counts on them."""
+    if named := [name for name in OF_NODES if getattr(options, name)]:
+        raise JobError([f"{name}: {getattr(options, name)!r:.80} was asked for, but {why}" for name in named], "launch")
 
 
 def budgeted(runtime: str, job: Job, options: Options) -> Options:

@@ -32,6 +32,7 @@ def launch(
     "heavy" or "all".
     Of the Ray runtime, which has all of these too: address="host:port" of a cluster's head (None: a cluster of this machine, for this job),
     rank_nodes=["gpu-0", ...] by rank, sidecar=0.5 (of those nodes' idle cores and memory, for loaders),
+    node_labels={"pool": "cpu"} and node_resources={"scratch": 1} (for hosts that need not be beside ranks),
     reserve=False (True: hosts for which there is no room wait for Ray to find it). ports="7000-7099": where hosts listen, for firewalls.
     Of scaling: partition="auto" (loaders by what sources cost; "off": by what their index says), autoscale=False (True: sources are read
     in more processes, or in fewer, as the mixture and the pace of trainers change), watch_s=2 (how often loaders and trainers are looked

@@ -60,6 +60,8 @@ class Options:
     address: str | None = None  # of a Ray cluster's head, host:port; None: one of this machine, that ends with the job
     rank_nodes: Sequence[str] | None = None  # of the cluster, by rank: name, address or id; constructors and loaders go there first
     sidecar: float = 0.5  # of the idle cores of those nodes, for loaders; beyond it they go to nodes without ranks
+    node_labels: Mapping[str, str] | None = None  # of nodes for hosts that need not be beside ranks, as Ray writes them: {"pool": "cpu"}
+    node_resources: Mapping[str, float] | None = None  # of the cluster's own kinds, that each of those hosts asks for: {"scratch": 1}
     reserve: bool = False  # True: hosts for which no node has room wait for Ray, and its autoscaler, to find one
     ports: str | None = None  # "7000-7099": TCP ports at which hosts listen for others; None: any that is free
     partition: str | None = "auto"  # loaders by what sources cost, as measured; "off" or None: by what their index says
@@ -92,6 +94,7 @@ class Options:
             found.append(f"sidecar: wanted a share from 0 to 1, found {self.sidecar!r}")
         if (given := self.rank_nodes) is not None and (isinstance(given, str) or not all(isinstance(n, str) for n in given)):
             found.append(f"rank_nodes: wanted names of nodes by rank, as in ['gpu-0', 'gpu-0', 'gpu-1'], found {given!r:.200}")
+        found += self._node_problems()
         if self.partition is not None and self.partition not in PARTITION:
             known = did_you_mean(self.partition, PARTITION) if isinstance(self.partition, str) else f"; there are {', '.join(PARTITION)}"
             found.append(f"partition: wanted how loaders are given to sources, found {self.partition!r}{known}")
@@ -115,6 +118,18 @@ class Options:
         except ValueError as problem:
             return [f"memory: {problem}"]
         return []
+
+    def _node_problems(self) -> list[str]:
+        found, labels, resources = [], self.node_labels, self.node_resources
+        if labels is not None and not (
+            isinstance(labels, Mapping) and all(isinstance(x, str) and x for pair in labels.items() for x in pair)
+        ):
+            found.append(f"node_labels: wanted labels with their values, as in {{'pool': 'cpu'}}, found {labels!r:.200}")
+        if resources is not None and not (isinstance(resources, Mapping) and all(map(_is_amount, resources, resources.values()))):
+            found.append(f"node_resources: wanted amounts of the cluster's own kinds, as in {{'scratch': 1}}, found {resources!r:.200}")
+        elif common := [name for name in resources or () if name.lower() in ("cpu", "cpus", "gpu", "memory", "object_store_memory")]:
+            found.append(f"node_resources: {common[0]!r} is asked for by itself (hosts=, memory=) or not at all: leave it out")
+        return found
 
     def _loader_problems(self, job: Job) -> list[str]:
         if self.loaders is None:
@@ -192,6 +207,11 @@ def ring_bytes(options: Options) -> int:
 
 def n_workers(options: Options) -> int:
     return options.workers or max(2, min(8, n_cores()))
+
+
+def _is_amount(name: object, value: object) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(name, str) and bool(name) and number and 0 < value < math.inf  # type: ignore[operator]
 
 
 def _is_int(value: object) -> bool:

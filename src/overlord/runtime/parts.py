@@ -26,7 +26,7 @@ from overlord.runtime.partitioning import hosting_of
 from overlord.runtime.peers import fault_of
 from overlord.runtime.plankit import PlannerKit
 from overlord.runtime.planneractor import WRITTEN, PlannerActor
-from overlord.runtime.starting import Recipes, n_constructors, read_ahead_of, scales, settings_of
+from overlord.runtime.starting import Recipes, constructors_of, read_ahead_of, scales, settings_of
 from overlord.runtime.stopped import Starts
 
 log = logging.getLogger("overlord")
@@ -52,7 +52,7 @@ class Parts:
         self.blueprint = blueprint.with_loaders(self.hosting.loaders, read_ahead_of(self.hosting, scales(blueprint)))
         self.token = secrets.token_urlsafe(24)
         self.control, self._machine = control, machine
-        self.constructor_of = np.arange(len(list(blueprint.job.place.buckets("DP")))) % n_constructors(blueprint)
+        self.constructor_of = np.array(constructors_of(blueprint))
         settings = settings_of(blueprint, self.hosting, self.token, generation, machine)
         self.recipes = Recipes(self.control, lambda: self.blueprint, settings, self.hosting, self.constructor_of.tolist())
         self.hosts: dict[str, Handle] = {}

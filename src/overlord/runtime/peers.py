@@ -24,7 +24,7 @@ from overlord.channel.server import Server, dial
 from overlord.channel.serverlink import ServerLink
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
 from overlord.runtime.actor import Performer, exit_code, open_reply
-from overlord.runtime.control import SHUT_DOWN, SHUTDOWN_S, Actors, Control, Handle, Record
+from overlord.runtime.control import SHUT_DOWN, SHUTDOWN_S, Actors, Control, Handle, Record, Somewhere
 from overlord.runtime.machine import Machine
 
 log = logging.getLogger("overlord")
@@ -118,7 +118,7 @@ class Peers(Actors[PeerRecord]):
         self._over(record, record.end[0], fault=record.end[1])
         record.gone.set()
 
-    def spawn(self, factory: Callable[..., Any], *args: Any, name: str, resources: Any = None, node: str | None = None) -> Handle:
+    def spawn(self, factory: Callable[..., Any], *args: Any, name: str, resources: Any = None, node: Somewhere = None) -> Handle:
         raise OverlordError(f"actor {name!r}: actors are started where the job was launched; here they are expected")
 
     def kill(self, handle: Handle) -> None:

@@ -49,7 +49,7 @@ from overlord.runtime.partitioning import hosting_of
 from overlord.runtime.recovering import START_S
 from overlord.runtime.scaling import Scaling
 from overlord.runtime.sendable import sendable
-from overlord.runtime.starting import Recipes, Starter, n_constructors, read_ahead_of, scales, settings_of
+from overlord.runtime.starting import Recipes, Starter, constructors_of, n_constructors, read_ahead_of, scales, settings_of
 
 log = logging.getLogger("overlord")
 
@@ -85,7 +85,7 @@ class ProcessHost(Scaling):
         self.on_lost: list[Callable[[SourceLost], None]] = []
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
         self._ranks = list(blueprint.job.place.buckets("DP"))
-        self._constructor_of = np.arange(len(self._ranks)) % self._n_constructors()
+        self._constructor_of = np.array(constructors_of(blueprint, self._n_constructors()))
         settings = settings_of(blueprint, self.hosting, self._token, generation, machine)
         self._starter = starter or Recipes(control, lambda: self.blueprint, settings, self.hosting, self._constructor_of.tolist())
         self._bucket_of = {rank: b for b, ranks in enumerate(self._ranks) for rank in ranks}

@@ -53,6 +53,7 @@ STORE_BYTES = 80 * 2**20  # near the least that Ray takes: no payload passes thr
 REACH_S = 10.0
 PING_S = 2.0  # for the head to answer
 END_S = 15.0  # for what is under way in Ray, when the last holder leaves
+OWN = ("CPU", "GPU", "memory", "object_store_memory")  # resources that Ray counts by itself; all others have the names somebody gave them
 KEPT = "overlord-jobs"  # the namespace of jobs that live on by themselves
 # Ray's own settings, where nobody has said otherwise. Workers beside a busy trainer starve at Ray's niceness of 15. A driver that has lost
 # its cluster's head ends the whole program after a minute: a trainer must not die of that.
@@ -77,11 +78,23 @@ class Place:
     memory: float | None = None
     resources: tuple[tuple[str, float], ...] = ()
     node: str | None = None  # its id
+    labels: tuple[tuple[str, str], ...] = ()  # that a node must have; where none is named
+
+    @property
+    def asks(self) -> bool:
+        """Whether it is given a process only where there is room for it."""
+        return self.num_cpus > 0 or bool(self.memory) or bool(self.resources)
 
     @property
     def waits(self) -> bool:
         """Whether it is Ray that finds a node, and waits until one has room."""
-        return self.node is None and self.num_cpus > 0
+        return self.node is None and (self.asks or bool(self.labels))
+
+    @property
+    def wanted(self) -> str:
+        """What is asked for, in words."""
+        found = f"{self.num_cpus:g} core{'s' * (self.num_cpus != 1)} and {(self.memory or 0.0) / 2**20:.0f} MB"
+        return found + "".join(f" and {key}={value:g}" for key, value in self.resources) + "".join(f", {k}={v}," for k, v in self.labels)
 
     def actor(self, **named: str) -> Any:
         """What Ray makes actors of; what it does not take is said here."""
@@ -90,6 +103,8 @@ class Place:
             found["memory"] = self.memory
         if self.resources:
             found["resources"] = dict(self.resources)
+        if self.labels:
+            found["label_selector"] = dict(self.labels)
         if self.node:
             found["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=self.node, soft=False)
         return ray.remote(Hosted).options(**found)
@@ -200,6 +215,10 @@ class Cluster:
                 return
         end_process(actor, pid)
 
+    def has_process(self, actor: Any) -> bool:
+        """Whether Ray has found a process for it; one for which its node has no room has none. While the head is away nobody knows."""
+        return not self._head.answers() or bool(ray_state.actors(actor._actor_id.hex()).get("Address", {}).get("Port"))
+
     def nodes(self) -> list[Node]:
         """Those that live, and what they have left; while the head is away, those that lived before."""
         if self._head.answers():
@@ -209,8 +228,10 @@ class Cluster:
     def _with_idle(self, node: Node) -> Node:
         """What processes have that wait for an actor is there for the next one."""
         waiting = [place for (_, _, place), _, _ in list(self._idle) if place.node == node.id]
-        cores, memory = sum(p.num_cpus for p in waiting), sum(p.memory or 0.0 for p in waiting)
-        return replace(node, idle_cores=node.idle_cores + cores, idle_memory=node.idle_memory + memory)
+        cores, memory, more = sum(p.num_cpus for p in waiting), sum(p.memory or 0.0 for p in waiting), dict(node.idle_resources)
+        for key, value in (pair for place in waiting for pair in place.resources):
+            more[key] = more.get(key, 0.0) + value
+        return replace(node, idle_cores=node.idle_cores + cores, idle_memory=node.idle_memory + memory, idle_resources=more)
 
     def node_id(self, node: str, actor: str) -> str:
         """A node by its name, address or id."""
@@ -279,14 +300,16 @@ def cluster(address: str | None = None) -> Iterator[Cluster]:
 
 def _living_nodes() -> list[Node]:
     idle = ray_state.available_resources_per_node()
-    return [
-        Node(
-            id=found["NodeID"], name=found.get("NodeName", ""), address=found.get("NodeManagerAddress", ""),
-            idle_cores=float(idle.get(found["NodeID"], {}).get("CPU", 0.0)),
-            idle_memory=float(idle.get(found["NodeID"], {}).get("memory", 0.0)),
-        )
-        for found in ray.nodes() if found["Alive"]
-    ]  # fmt: skip
+    return [_node(found, idle.get(found["NodeID"], {})) for found in ray.nodes() if found["Alive"]]
+
+
+def _node(found: Mapping[str, Any], idle: Mapping[str, Any]) -> Node:
+    given = {key: float(value) for key, value in found["Resources"].items() if key not in OWN and not key.startswith("node:")}
+    return Node(
+        id=found["NodeID"], name=found.get("NodeName", ""), address=found.get("NodeManagerAddress", ""), labels=found.get("Labels", {}),
+        idle_cores=float(idle.get("CPU", 0.0)), idle_memory=float(idle.get("memory", 0.0)), resources=given,
+        idle_resources={key: float(idle.get(key, 0.0)) for key in given},
+    )  # fmt: skip
 
 
 def kill(actor: Any) -> None:

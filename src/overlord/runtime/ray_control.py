@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 from overlord.channel.serverlink import ServerLink
 from overlord.errors import DataStall, JobError, OverlordError
 from overlord.runtime.actor import ITSELF, factory_failed, open_reply
-from overlord.runtime.control import HURRY_S, SHUT_DOWN, SHUTDOWN_S, Actors, Answer, Handle
+from overlord.runtime.control import HURRY_S, SHUT_DOWN, SHUTDOWN_S, Actors, Answer, Handle, Somewhere
 from overlord.runtime.front import Hands
 from overlord.runtime.machine import Machine, Networked
 from overlord.runtime.peers import PeerRecord, Peers
@@ -73,7 +74,7 @@ class RayControl(Peers):
     # starting
 
     def spawn(
-        self, factory: Callable[..., Any], *args: Any, name: str, resources: Mapping[str, float] | None = None, node: str | None = None
+        self, factory: Callable[..., Any], *args: Any, name: str, resources: Mapping[str, float] | None = None, node: Somewhere = None
     ) -> Handle:
         return Actors.spawn(self, factory, *args, name=name, resources=resources, node=node)
 
@@ -85,16 +86,18 @@ class RayControl(Peers):
         """Of an actor's process, once that is known and if it is one of this machine; else 0."""
         return handle._record.pid if isinstance(handle._record, RayRecord) else 0
 
-    def asked(self) -> dict[str, tuple[float, float]]:
-        """Cores and bytes that were asked of Ray, for every actor."""
-        return {r.name: (r.place.num_cpus, r.place.memory or 0.0) for r in self._living() if r.place is not None}
+    def asked(self) -> dict[str, dict[str, float]]:
+        """What Ray was asked for, for every actor: cores, memory in bytes, and kinds of the cluster's own."""
+        places = {r.name: r.place for r in self._living() if r.place is not None}
+        return {name: {"cores": p.num_cpus, "memory": p.memory or 0.0, **dict(p.resources)} for name, p in places.items()}
 
-    def _place(self, name: str, resources: Mapping[str, float], node: str | None) -> Place:
+    def _place(self, name: str, resources: Mapping[str, float], node: Somewhere) -> Place:
         others = {key: value for key, value in resources.items() if key not in ("cpus", "memory")}
-        there = None if node is None else CLUSTER.node_id(node, name)
+        there, labels = (CLUSTER.node_id(node, name), {}) if isinstance(node, str) else (None, node or {})
         place = Place(
-            num_cpus=resources.get("cpus", 0.0), memory=resources.get("memory"), resources=tuple(sorted(others.items())), node=there
-        )
+            num_cpus=resources.get("cpus", 0.0), memory=resources.get("memory"), resources=tuple(sorted(others.items())), node=there,
+            labels=tuple(sorted(labels.items())),
+        )  # fmt: skip
         try:
             place.actor()
         except (TypeError, ValueError) as fault:
@@ -127,14 +130,29 @@ class RayControl(Peers):
             record.actor, unwanted = actor, record.killed
         if unwanted:  # meanwhile
             kill(actor)
-        life.add_done_callback(lambda future: self._news.do(lambda: self._life_over(record, future)))
-
+        life.add_done_callback(lambda future: self._news.do(lambda: self._life_over(record, actor, future)))
         if record.place.waits:
             _after(ROOM_S, lambda: self._tell_that_it_waits(record))
+        elif record.place.asks:
+            _after(ROOM_S, lambda: self._starts.do(lambda: self._ask_for_nothing(record, actor, home, code)))
+
+    def _is_awaited(self, record: RayRecord) -> bool:
+        return record.link is None and record.reason is None and not record.killed and not self._closed
 
     def _tell_that_it_waits(self, record: RayRecord) -> None:
-        if record.link is None and record.reason is None and not self._closed:
+        if self._is_awaited(record):
             log.warning("%s waits for %s", record.name, no_room(record.place, CLUSTER.nodes()))
+
+    def _ask_for_nothing(self, record: RayRecord, actor: Any, home: Home, code: bytes) -> None:
+        """What its node had idle a moment before was given to somebody else, and Ray would wait for it as long as they have it: a job must
+        not. So it takes what is idle, as one does for which there was no room to begin with."""
+        if not self._is_awaited(record) or CLUSTER.has_process(actor):
+            return
+        log.warning("%s was not given %s on its node in %g s, and is started without", record.name, record.place.wanted, ROOM_S)
+        with record.order:
+            record.actor, record.place = None, replace(record.place, num_cpus=0.0, memory=None, resources=())
+        kill(actor)
+        self._begin(record, home, code)
 
     def _whom(self, future: Future[Any]) -> str:
         if isinstance(future, Answer):
@@ -180,8 +198,10 @@ class RayControl(Peers):
         """Its link ended: nearly always because its process did, which Ray tells by itself. One that lives is of no use."""
         _after(CUT_S, lambda: self._end_by_name(name, ticket, f"its link ended, and Ray did not say of what: {why}"))
 
-    def _life_over(self, record: RayRecord, life: Future[Any]) -> None:
+    def _life_over(self, record: RayRecord, actor: Any, life: Future[Any]) -> None:
         """Ray says that it is over. What the actor said before still counts: the end of its link says that all was read."""
+        if actor is not record.actor:  # another was started in its place
+            return
         error = life.exception()
         code = None if error else life.result()
         if record.leaving and not record.killed and error is None and code is None:
@@ -246,8 +266,7 @@ class RayControl(Peers):
 def no_room(place: Place, nodes: Sequence[Node]) -> str:
     """What is waited for where Ray was asked for more than any node has idle."""
     idle = ", ".join(f"{n.name or n.address} {n.idle_cores:g} cores and {n.idle_memory / 2**20:.0f} MB" for n in nodes)
-    wanted = f"{place.num_cpus:g} core{'s' * (place.num_cpus != 1)} and {(place.memory or 0.0) / 2**20:.0f} MB"
-    return f"a node with {wanted} idle (there are {idle or 'none'}): an autoscaler may add one; without reserve=True it takes what is idle"
+    return f"a node with {place.wanted} idle (there are {idle or 'none'}): an autoscaler may add one, or others leave"
 
 
 def _after(seconds: float, act: Callable[[], None]) -> None:

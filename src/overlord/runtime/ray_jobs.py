@@ -39,7 +39,7 @@ class Status:
     steps: int  # planned
     taken: int  # the last step that all ranks took; -1 before the first
     clients: int
-    parts: tuple[dict[str, Any], ...]  # name, node, cores and memory that were asked of Ray, pid, state
+    parts: tuple[dict[str, Any], ...]  # name, node, what was asked of Ray (cores, memory, kinds of the cluster's own), pid, state
     scaling: tuple[str, ...] = ()  # what was decided lately, and who cannot keep up
 
 
@@ -100,7 +100,7 @@ class Keeper:
         asked = (host._control if hasattr(host, "_control") else host._parts.control).asked()
         parts = tuple(
             {"name": a["name"], "node": a.get("node") or ray_cluster.node_here(), "pid": a["pid"], "state": a["state"]}
-            | dict(zip(("cores", "memory"), asked.get(a["name"], (0.0, 0.0)), strict=True))
+            | {"asked": asked.get(a["name"], {})}
             for a in figures["actors"] if a["role"] in ("host", "planner")
         )  # fmt: skip
         serving = session._serving

@@ -21,7 +21,7 @@ from overlord.runtime.hosting import Hosting
 from overlord.runtime.loaderhost import LoaderHost
 from overlord.runtime.machine import Machine
 from overlord.runtime.options import CORES_PER_CONSTRUCTOR, Options, n_cores, ring_bytes
-from overlord.runtime.placing import Layout, Node, Spot, again, choose
+from overlord.runtime.placing import Layout, Node, Spot, again, choose, constructors_by_node, without_job
 from overlord.runtime.sendable import sendable
 
 PROCESS_BYTES = 2**27  # of a host before it has read anything: Python, pyarrow and what a cluster puts beside them
@@ -39,6 +39,13 @@ def n_constructors(blueprint: Blueprint) -> int:
     """Constructor hosts of a job; without constructors another number counts."""
     buckets = len(list(blueprint.job.place.buckets("DP")))
     return blueprint.options.constructor_hosts or min(buckets, max(1, n_cores() // CORES_PER_CONSTRUCTOR))
+
+
+def constructors_of(blueprint: Blueprint, hosts: int | None = None) -> list[int]:
+    """The constructor host of every data-parallel group, of ``hosts``: all that the job has where that is not said."""
+    named = tuple(blueprint.options.rank_nodes or ())
+    nodes_of = [[named[rank] for rank in ranks if rank < len(named)] for ranks in blueprint.job.place.buckets("DP")]
+    return constructors_by_node(nodes_of, n_constructors(blueprint) if hosts is None else hosts)
 
 
 def read_ahead_of(hosting: Hosting, scaled: bool = False) -> int:
@@ -69,7 +76,15 @@ def settings_of(blueprint: Blueprint, hosting: Hosting, token: str, generation: 
 def layout_of(blueprint: Blueprint, constructor_of: Sequence[int]) -> Layout:
     buckets, options = list(blueprint.job.place.buckets("DP")), blueprint.options
     served = [tuple(r for b, c in enumerate(constructor_of) if c == host for r in buckets[b]) for host in range(max(constructor_of) + 1)]
-    return Layout(rank_nodes=tuple(options.rank_nodes or ()), ranks_of=tuple(served), share=options.sidecar, reserve=options.reserve)
+    return replace(layout_asked(options), ranks_of=tuple(served))
+
+
+def layout_asked(options: Options) -> Layout:
+    """What was said of nodes where the job was launched."""
+    return Layout(
+        rank_nodes=tuple(options.rank_nodes or ()), share=options.sidecar, reserve=options.reserve, labels=dict(options.node_labels or {}),
+        resources=dict(options.node_resources or {}),
+    )  # fmt: skip
 
 
 class Starter(Protocol):
@@ -124,12 +139,16 @@ class Recipes:
         if not nodes:
             return {}
         self._nodes = {node.id: self._nodes.get(node.id, node) for node in nodes}
+        layout = layout_of(self._blueprint(), self._constructor_of.tolist())
         before = self._placed.get(name)
         if before is None or (spot := again(before, nodes)) is None:
-            layout = layout_of(self._blueprint(), self._constructor_of.tolist())
-            spot = choose(name, list(self._nodes.values()), layout, self._placed, memory)
+            living: Collection[str] = getattr(self._control, "asked", dict)()
+            ours = [spot for host, spot in self._placed.items() if host in living and host != name]
+            free = [without_job(self._nodes[n.id], n, [s for s in ours if s.node == n.id]) for n in nodes]
+            spot = choose(name, free, layout, self._placed, memory)
         self._placed[name] = spot
-        return {"node": spot.node or None, "resources": {"cpus": spot.cores, "memory": float(spot.memory)}}
+        asked = {"cpus": spot.cores, "memory": float(spot.memory), **spot.resources}
+        return {"node": spot.node or layout.labels or None, "resources": asked}
 
     def _kit(self, i: int) -> SourceKit:
         blueprint = self._blueprint()

@@ -10,7 +10,7 @@ from typing import Any
 
 from overlord.errors import ActorLost, DataStall, JobError
 from overlord.runtime.actor import NOBODY
-from overlord.runtime.control import SHUT_DOWN, SHUTDOWN_S, Handle, OnDeath, Record
+from overlord.runtime.control import SHUT_DOWN, SHUTDOWN_S, Handle, OnDeath, Record, Somewhere
 from overlord.runtime.hostactor import Settings
 from overlord.simulation.net import Net, Wire
 from overlord.simulation.virtual import SimMachine
@@ -77,7 +77,7 @@ class SimControl:
         return self._family.processes()
 
     def spawn(
-        self, factory: Callable[..., Any], *args: Any, name: str, resources: Mapping[str, float] | None = None, node: str | None = None
+        self, factory: Callable[..., Any], *args: Any, name: str, resources: Mapping[str, float] | None = None, node: Somewhere = None
     ) -> Handle:
         if self._family.control is not self:
             raise ActorLost(name, "another planner has taken over: nobody starts anything for this one")

@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.messages import Opening, Report, StreamState
 from overlord.planner.events import Log
@@ -26,7 +24,7 @@ from overlord.runtime.partitioning import hosting_of
 from overlord.runtime.plankit import PlannerBlueprint, PlannerKit
 from overlord.runtime.plannerhost import PlannerHost
 from overlord.runtime.process import ProcessHost
-from overlord.runtime.starting import Recipes, n_constructors, read_ahead_of, settings_of
+from overlord.runtime.starting import Recipes, constructors_of, read_ahead_of, settings_of
 from overlord.runtime.written import Beginning
 from overlord.simulation.control import Family, SimControl
 from overlord.simulation.disk import SimDisk, SimWriter
@@ -75,7 +73,7 @@ class Launched:
         self.incarnation, self.over = -1, False
         self.blueprint, self.hosting = cluster.blueprint, hosting_of(cluster.blueprint)
         self.kits = {h: tuple(range(len(cluster.blueprint.job.sources))) for h in range(self.hosting.n_hosts)}
-        self.constructor_of = (np.arange(cluster.mesh[0]) % n_constructors(cluster.blueprint)).tolist()
+        self.constructor_of = constructors_of(cluster.blueprint)
         self._bucket_of = {rank: b for b, ranks in enumerate(cluster.blueprint.job.place.buckets("DP")) for rank in ranks}
         self.token = secrets.token_urlsafe(24)
         self._given = self._initial = state

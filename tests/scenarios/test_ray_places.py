@@ -1,0 +1,112 @@
+"""Where parts of a job come to on a cluster of several nodes: beside their ranks, on nodes with the labels and resources asked for, and
+somewhere also when others have taken the room since."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import rays
+from tests.processes import program
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there")]
+
+PLACES = """
+    import logging, os, secrets, sys
+    os.environ.update(
+        RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0",
+        RAY_health_check_initial_delay_ms="500", RAY_health_check_period_ms="500", RAY_health_check_timeout_ms="1000",
+        RAY_health_check_failure_threshold="3",
+    )
+    import overlord as ov
+    from overlord.runtime import ray_cluster, ray_control
+    from tests.processes import launch, play, run, until
+    from tests.scenarios.test_process import job
+
+    class Squatter:
+        def there(self):
+            return True
+
+    def names():
+        return {n.id: n.name for n in ray_cluster.CLUSTER.nodes()}
+
+    def where(session):
+        return {a["name"]: names().get(a.get("node"), "none") for a in session.metrics()["actors"] if a["role"] == "host"}
+
+    def refused(cluster, made, **options):
+        try:
+            launch(made, "ray", address=cluster.address, **options)
+        except ov.JobError as error:
+            print(str(error).replace(chr(10), " "), flush=True)
+
+    def take(node, cores):
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+        there = NodeAffinitySchedulingStrategy(node_id=next(i for i, name in names().items() if name == node), soft=False)
+        found = ray.remote(Squatter).options(num_cpus=cores, scheduling_strategy=there).remote()
+        assert ray.get(found.there.remote(), timeout=60)
+        return found
+
+    def main():
+        from ray.cluster_utils import Cluster
+        small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
+        nodes = {name: cluster.add_node(node_name=name, num_cpus=3, **small) for name in ("gpu-0", "gpu-1")}
+        cluster.add_node(node_name="data-0", num_cpus=3, labels={"pool": "data"}, resources={"scratch": 4}, **small)
+        made = job(until=40, place=ov.ClientPlaceTree(dp=4))
+        calm = run(made, "local")
+        refused(cluster, made, rank_nodes=["gpu-0", "gpu-1"])
+        refused(cluster, made, node_labels={"pool": "dta"})
+        asked = {"rank_nodes": ["gpu-0", "gpu-0", "gpu-1", "gpu-1"], "node_labels": {"pool": "data"}, "node_resources": {"scratch": 1}}
+        with launch(made, "ray", address=cluster.address, hosts=2, sources_per_host=2, **asked) as session:
+            print(where(session), flush=True)
+            print(session._host._constructor_of.tolist(), flush=True)
+            print(session._host._control.asked(), flush=True)
+            idle = {n.name: dict(n.idle_resources) for n in ray_cluster.CLUSTER.nodes()}["data-0"]
+            print(idle, flush=True)
+            taken = []
+
+            def lose(session):
+                taken.append(take("data-0", 1))
+                cluster.remove_node(nodes["gpu-1"], allow_graceful=False)
+                until(lambda: any(a["state"] != "running" for a in session.metrics()["actors"] if a["role"] == "host"))
+
+            print(play(session, act={7: lose}) == calm, flush=True)
+            print(where(session), flush=True)
+            print(session._host._control.asked(), flush=True)
+            logging.getLogger("overlord").addHandler(logging.StreamHandler(sys.stdout))
+            ray_control.ROOM_S = 1.0
+            with ray_control.RayControl(cluster.address) as control:  # what was idle is taken between the look and the start
+                late = control.spawn(dict, name="late", node="gpu-0", resources={"cpus": 3.0, "memory": 2.0**20})
+                print(control.get(control.call(late, "copy"), 60), control.asked(), flush=True)
+        cluster.shutdown()
+"""
+
+
+def test_parts_go_beside_their_ranks_and_where_labels_and_resources_are_and_never_wait_for_what_others_took(tmp_path: Path) -> None:
+    with program(tmp_path, PLACES) as there:
+        assert "rank_nodes: wanted a node for each of 4 ranks, found 2" in there.line()
+        said = there.line()
+        assert "node_labels: no node of the cluster has pool=dta; there are " in said
+        assert "data-0 with pool=data and scratch=4.0" in said
+        before = eval(there.line())
+        assert before == {
+            "constructor-host/0": "gpu-0",
+            "constructor-host/1": "gpu-1",
+            "loader-host/0": "data-0",
+            "loader-host/1": "data-0",
+        }
+        assert eval(there.line()) == [0, 0, 1, 1], "two groups of a node have one constructor host, on it"
+        asked = eval(there.line())
+        assert {a["cores"] for a in asked.values()} == {1.0}
+        assert [asked[f"loader-host/{h}"]["scratch"] for h in range(2)] == [1.0, 1.0]
+        assert eval(there.line()) == {"scratch": 2.0}, "of four, one for each loader host"
+        assert there.line() == "True", "to the byte"
+        assert eval(there.line())["constructor-host/1"] == "data-0", "its node is gone"
+        assert eval(there.line())["constructor-host/1"] == {"cores": 0.0, "memory": 0.0}, (
+            "the core that was idle there at launch is another's"
+        )
+        assert "late was not given 3 cores and 1 MB on its node in 1 s, and is started without" in there.line()
+        assert there.line() == "{} {'late': {'cores': 0.0, 'memory': 0.0}}"
+        assert there.end(60)[0] == 0
