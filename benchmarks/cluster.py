@@ -49,10 +49,8 @@ TOKENS = {"null": 45_000_000, "tokenized": 20_000_000}
 MICROBATCHES = {"null": 16, "tokenized": 4}  # of a rank in a step: tokenizing reads ahead, and that must be little beside what is delivered
 RANKS_OF = {"tokenized": 1}  # of the numbers of ranks, the last so many: it hardly depends on them
 MOST_ONE = 25  # sources in a process each
-ONE_REASON = (
-    "one source a host above {most} sources is left out: such a host takes some 90 MB, 0.8 CPU seconds to start and 0.3 % of a core "
-    "at rest, so 100 take 9 GB and over a minute to start, and 300 more memory than this machine has ({gb:.0f} GB, {cores} cores)"
-)
+ONE_REASON = "One source a host above {most} sources is left out: this machine has {gb:.0f} GB and {cores} cores."
+ONE_COST = "One such host more took {mb:.0f} MB, {idle:.2%} of a core at rest and {first:.2f} s to the first step: the rows at {n} sources."
 EXTRA_PEERS = (BARE, ON_RAY, ONE)
 CLOSE = 0.15  # of CPU beside another's: single runs differ by as much
 EARLY = 0.9  # times the bare loop: nobody does the job for less, so it was done before
@@ -176,11 +174,14 @@ def _row(setting: Setting, run: Outcome) -> list[str]:
 
 def verdicts(settings: Sequence[Setting]) -> list[list[str]]:
     """A line for every target: what was wanted, where, what was found. Beside a cell that failed nothing is judged: it has no figures."""
-    return [row for setting in settings for peer in (ON_RAY, AUTO) for row in _verdicts(setting, peer)]
+    return [row for setting in settings for peer in (ON_RAY, AUTO, ONE) for row in _verdicts(setting, peer)]
 
 
 def _verdicts(setting: Setting, peer: str) -> list[list[str]]:
-    rows, where = [], f"{setting.job}, {setting.n_sources} sources, {setting.ranks} ranks" + (", `auto`" if peer == AUTO else "")
+    rows, where = (
+        [],
+        f"{setting.job}, {setting.n_sources} sources, {setting.ranks} ranks" + {AUTO: ", `auto`", ONE: ", one a host"}.get(peer, ""),
+    )
     if (run := setting.of(peer)) is None:
         rows += [_verdict("to run at all", where, setting.failed[peer].splitlines()[0], False)] if peer in setting.failed else []
     else:
@@ -217,9 +218,17 @@ def _version(name: str) -> str:
         return ""
 
 
-def one_note() -> str:
+def one_note(settings: Sequence[Setting]) -> str:
+    """Why there are few rows with one source a host, and what such a host costs as far as this run can tell."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    return ONE_REASON.format(most=MOST_ONE, gb=memory, cores=len(os.sched_getaffinity(0)))
+    said = ONE_REASON.format(most=MOST_ONE, gb=memory, cores=len(os.sched_getaffinity(0)))
+    both = [(s, few, many) for s in settings if (few := s.of(ON_RAY)) and (many := s.of(ONE)) and many.processes > few.processes]
+    if not both:
+        return said
+    setting, few, many = max(both, key=lambda found: found[2].processes)
+    more = many.processes - few.processes
+    each = {"mb": many.pss_mb[HOSTS] - few.pss_mb[HOSTS], "idle": many.idle_cores - few.idle_cores, "first": many.first_s - few.first_s}
+    return f"{said} {ONE_COST.format(n=setting.n_sources, **{key: value / more for key, value in each.items()})}"
 
 
 def page(settings: Sequence[Setting], today: str, command: str) -> str:
@@ -227,7 +236,8 @@ def page(settings: Sequence[Setting], today: str, command: str) -> str:
     failed = [f"- {peer}: {words.splitlines()[0]}" for setting in settings for peer, words in setting.failed.items()]
     parts = [
         f"# On a cluster, {today}", machine() + f" {versions}.", f"    {command}", "How it is measured: `benchmarks/README.md`.",
-        "## Targets", "Of `overlord-ray` (25 sources a host); `auto`: of `overlord-ray-auto`, the default, which divides by itself.",
+        "## Targets", "Of `overlord-ray` (25 sources a host); `auto`: of `overlord-ray-auto`, the default, which divides by itself; "
+        "one a host: of `overlord-ray-one`, the paper's layout.",
         markdown_table(("wanted", "where", "found", ""), verdicts(settings)),
         "## Runs", markdown_table(HEAD, [row for setting in settings for row in rows_of(setting)]),
         "## Notes", "\n".join(notes(settings) + failed),
@@ -239,7 +249,7 @@ def notes(settings: Sequence[Setting]) -> list[str]:
     least = min((run.tokens for setting in settings for run in setting.runs), default=0)
     idle = [run.idle_parts[SERVICES] for setting in settings for run in setting.runs if run.peer == ON_RAY]
     found = [
-        f"- {one_note()[0].upper()}{one_note()[1:]}.",
+        f"- {one_note(settings)}",
         "- Single runs; the bare loop's figure is the mean of a run before and one after the others of its setting."
         if settings[0].repeats == 1
         else f"- {settings[0].repeats} rounds of every loader, with the bare loop before, between and after them: a row is the run whose "
