@@ -10,7 +10,6 @@ import itertools
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
@@ -28,7 +27,7 @@ from overlord.runtime.machine import NODE
 from overlord.runtime.options import n_cores
 from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Body, Home
-from overlord.runtime.ray_folder import environment_kept, new_folder
+from overlord.runtime.ray_folder import Folder, environment_kept
 from overlord.runtime.ray_head import Head
 
 try:
@@ -113,7 +112,7 @@ class Cluster:
         self._holders = 0
         self._ours = False  # whether it ends with us
         self.address: str | None = None
-        self._folder: Path | None = None
+        self._folder: Folder | None = None
         self._set_here: list[str] = []  # what we have put into the environment
         self._idle: list[tuple[Key, Any, int]] = []  # actors that have left, whose processes are there; their ids, on this machine
         self._numbers = itertools.count(1)
@@ -229,10 +228,10 @@ class Cluster:
         settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "overlord"}
         try:
             if address is None:
-                self._folder = new_folder()
+                self._folder = Folder()
                 self._set({"RAY_AUTH_MODE": "token"} | ({} if _has_token(named=True) else {"RAY_AUTH_TOKEN": secrets.token_hex(32)}))
                 settings |= {"num_cpus": n_cores(), "include_dashboard": False, "object_store_memory": STORE_BYTES}
-                settings |= {"_temp_dir": str(self._folder)}
+                settings |= {"_temp_dir": str(self._folder.path)}
             else:
                 _reach(address)
                 if _has_token():  # Ray would not look for it where an address is given
@@ -254,7 +253,7 @@ class Cluster:
         while self._set_here:
             os.environ.pop(self._set_here.pop(), None)
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             self._folder = None
 
     def _set(self, settings: Mapping[str, str]) -> None:
