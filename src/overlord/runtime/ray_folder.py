@@ -56,8 +56,10 @@ def remove_left(root: Path) -> None:
 def _remove_unheld(old: Path) -> None:
     try:
         lock = os.open(old / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:  # it was being removed
-        shutil.rmtree(old, ignore_errors=True)
+    except FileNotFoundError:  # it was being removed, or is of a version that had no locks: there the number is all that there is
+        pid = old.name.removeprefix(FOLDER).partition("-")[0]
+        if not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(old, ignore_errors=True)
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where somebody holds it
