@@ -139,6 +139,7 @@ def run(
 @cluster_address
 @launching
 @click.option("--detach", is_flag=True, help="On a Ray cluster: return at once; `overlord status` and `overlord stop` find the job.")
+@click.option("--start-s", type=float, metavar="SECONDS", help="With --detach: for the job to begin, 180 if not said; then it is ended.")
 @resuming
 @saving
 @allowing
@@ -146,11 +147,14 @@ def run(
 @debug
 def serve(
     job_yaml: Path, host: str, port: int, token_file: Path | None, runtime: str, address: str | None, options: tuple[str, ...],
-    detach: bool, resume: Path | None, save: Path | None, allow: tuple[str, ...], modules: tuple[str, ...], debug: bool,
+    detach: bool, start_s: float | None, resume: Path | None, save: Path | None, allow: tuple[str, ...], modules: tuple[str, ...],
+    debug: bool,
 ) -> None:  # fmt: skip
     """Run a job for trainers in other processes, which connect to it."""
     if detach and runtime != "ray":
         raise click.UsageError("--detach needs --runtime ray: nothing else outlives this program")
+    if start_s is not None and not detach:
+        raise click.UsageError("--start-s is for --detach: this program waits for as long as it runs")
     if detach and save is not None:
         raise click.UsageError("--save is not for --detach: a job that lives by itself has a journal (Job.journal), or its trainers save")
 
@@ -162,7 +166,7 @@ def serve(
         state = None if resume is None else resume_from(resume)
         wanted = Serve(
             job=job, host=host, port=port, token=read_token(token_file), resume=state, save=save, allow=allow, runtime=runtime,
-            cluster=address if runtime == "ray" else None, options=read_options(options),
+            cluster=address if runtime == "ray" else None, options=read_options(options), start_s=start_s,
         )  # fmt: skip
         if detach:
             submit_job(wanted, click.echo)

@@ -13,15 +13,22 @@ cluster_address = click.option(
 
 @click.command()
 @cluster_address
+@click.option(
+    "--token", "whose", metavar="NAME",
+    help="Print OVERLORD_ADDRESS and OVERLORD_TOKEN of this job instead, as `overlord serve --detach` did: nothing else shows a token.",
+)  # fmt: skip
 @debug
-def status(address: str | None, debug: bool) -> None:
+def status(address: str | None, whose: str | None, debug: bool) -> None:
     """List the jobs of a cluster, and where their parts are."""
 
     def act() -> None:
         from rich.table import Table
 
-        from overlord.runtime.ray_jobs import jobs
+        from overlord.runtime.ray_jobs import jobs, served
 
+        if whose is not None:
+            click.echo(str(served(whose, address)))
+            return
         found, console = jobs(address), screen()
         for job in found:
             console.print(

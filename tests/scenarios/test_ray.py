@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(bool(rays.missing()),
 STEPS = 40
 FEW: dict[str, Any] = {"sources_per_host": 2, "hosts": 2, "constructor_hosts": 1}  # two loader hosts, one constructor host
 GONE_S = 10.0
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}  # as /proc/net says it
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +110,27 @@ OWN = """
             tree |= more
         return sorted(tree - {pid})
 
+    def listening(pids):
+        inodes, found = {}, set()
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:] + Path("/proc/net/tcp6").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A":
+                inodes[f"socket:[{words[9]}]"] = words[1].rpartition(":")[0]
+        for pid in pids:
+            for fd in Path(f"/proc/{pid}/fd").glob("*"):
+                try:
+                    found.add(inodes.get(os.readlink(fd)))
+                except OSError:
+                    pass
+        return sorted(found - {None})
+
     def main():
         before = dict(os.environ)
         session = launch(job(until=10), "ray", hosts=1, sources_per_host=3, constructor_hosts=1)
         hosts = hosts_of(session)
         print(json.dumps([below(os.getpid()), hosts, {n: os.getpriority(os.PRIO_PROCESS, p) for n, p in hosts.items()}]), flush=True)
         print(os.environ["RAY_AUTH_MODE"], len(os.environ["RAY_AUTH_TOKEN"]), flush=True)
+        print(listening([os.getpid(), *below(os.getpid()), *hosts.values()]), flush=True)
         input()
         session.kill("loader-host/0")
         clients = [session.client(rank) for rank in range(2)]
@@ -134,6 +150,7 @@ def test_a_cluster_for_one_job_leaves_nothing_behind_and_ray_says_nothing(tmp_pa
         with program(tmp_path, OWN) as own:
             tree, hosts, nice = eval(own.line())
             assert own.line() == "token 64"
+            assert set(eval(own.line())) <= LOOPBACK, "nobody on another machine reaches it"
             assert set(nice.values()) == {os.getpriority(os.PRIO_PROCESS, 0)}, "not Ray's 15 more"
             assert len(list(scratch.glob("ov-ray-*"))) == 1, "one of its own, and what others left is gone"
             own.say("go")
@@ -172,6 +189,105 @@ def test_without_ray_it_is_said_what_to_install() -> None:
     assert "JobError" in done.stderr
 
 
+# a cluster that is there
+
+JOINS = """
+    import logging, os, shutil, socket, tempfile, threading
+    os.environ.update(HOME=os.getcwd(), RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "OVERLORD_INTERFACE"):
+        os.environ.pop(name, None)
+    import ray
+    import overlord as ov
+    from overlord.runtime import ray_cluster
+    from overlord.runtime.ray_control import RayControl
+
+    def refused(address):
+        try:
+            with ray_cluster.cluster(address):
+                print("it was used", flush=True)
+        except ov.JobError as error:
+            print(error, flush=True)
+
+    def service(address):
+        door, (host, port) = socket.create_server(("127.0.0.1", 0)), address.split(":")
+
+        def carry(one, other):
+            try:
+                while data := one.recv(65536):
+                    other.sendall(data)
+            except OSError:
+                pass
+
+        def serve():
+            while True:
+                here, there = door.accept()[0], socket.create_connection((host, int(port)))
+                for ends in ((here, there), (there, here)):
+                    threading.Thread(target=carry, args=ends, daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        return "127.0.0.1:" + str(door.getsockname()[1])
+
+    def main():
+        from ray.cluster_utils import Cluster
+        small = {"object_store_memory": 80 * 2**20, "include_dashboard": False, "num_cpus": 1}
+        open_one = Cluster(initialize_head=True, head_node_args={"node_ip_address": "127.0.0.2", **small})
+        del os.environ["RAY_AUTH_MODE"]
+        refused(open_one.address)
+        os.environ["RAY_AUTH_TOKEN"] = "1" * 64
+        refused(open_one.address)
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+        before, said = dict(os.environ), []
+        logging.getLogger("overlord").addFilter(lambda record: said.append(record.getMessage()))
+        with ray_cluster.cluster(open_one.address):
+            with RayControl(open_one.address) as control:
+                print(control.address, control.get(control.call(control.spawn(dict, name="actor"), "copy"), 60.0), flush=True)
+            os.environ["OVERLORD_INTERFACE"] = "127.0.0.3"
+            with RayControl(open_one.address) as control:
+                print(control.address, flush=True)
+            del os.environ["OVERLORD_INTERFACE"]
+        print(said, os.environ == before, flush=True)
+        ray.init(open_one.address, log_to_driver=False, logging_level=logging.ERROR)
+        refused("127.0.0.1:9")
+        refused("localhost:" + open_one.address.rpartition(":")[2])
+        refused(service(open_one.address))
+        ray.shutdown()
+        open_one.shutdown()
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+            del os.environ[name]
+        with ray_cluster.cluster():
+            pass
+        folder = tempfile.mkdtemp(prefix="o", dir="/tmp")
+        ray.init("local", num_cpus=1, include_dashboard=False, _temp_dir=folder, log_to_driver=False, logging_level=logging.ERROR)
+        print(ray.is_initialized(), flush=True)
+        ray.shutdown()
+        shutil.rmtree(folder)
+"""
+
+
+def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connection_and_the_program_has_its_own_ray_after(
+    tmp_path: Path,
+) -> None:
+    with program(tmp_path, JOINS) as there:
+        assert "is not used: no token was found: wanted that of the cluster in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or" in there.line()
+        said = there.line()
+        assert "is not used: it asks for no token, so whoever reaches its ports runs code there: start it with RAY_AUTH_MODE=token" in said
+        assert "RAY_AUTH_MODE=disabled in the environment of this program refuses authentication, by that name only" in said
+        address, answer = there.line().split()
+        assert address.startswith("overlord://127.0.0.2:"), "where Ray says that this node is"
+        assert answer == "{}"
+        assert there.line().startswith("overlord://127.0.0.3:"), "unless it was said"
+        [warned], same = eval(there.line().replace(" True", ", True"))
+        assert warned.startswith("the cluster is used without token authentication: whoever reaches its ports can run code in it")
+        assert same, "the environment is as it was"
+        said = there.line()
+        assert "address: '127.0.0.1:9' was asked for, but this process is connected to the cluster at '127.0.0.2:" in said
+        assert "by a ray.init of its own" in said
+        assert there.line() == "it was used", "by another name of the same machine"
+        assert there.line() == "it was used", "by the address of something before it"
+        assert there.line() == "True", "the program's own, after one of ours"
+        assert there.end()[0] == 0
+
+
 # a cluster of several nodes
 
 NODES = """
@@ -196,6 +312,7 @@ NODES = """
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
         nodes = {name: cluster.add_node(node_name=name, num_cpus=4, **small) for name in ("gpu-0", "gpu-1")}
         calm = run(job(until=40), "local")
+        refuse(cluster.address)
         try:
             launch(job(), "ray", address=cluster.address, rank_nodes=["gpu-0", "gpu-7"])
         except ov.JobError as error:
@@ -228,8 +345,34 @@ NODES = """
         ray_jobs.stop("alone", cluster.address)
         until(lambda: not any(runs(p["pid"]) for p in found.parts))
         print(ray_jobs.jobs(cluster.address), flush=True)
+        lose_who_submitted(cluster.address, submit)
         lose_the_head(cluster, calm)
         cluster.shutdown()
+
+    def refuse(address):
+        right, os.environ["RAY_AUTH_TOKEN"] = os.environ["RAY_AUTH_TOKEN"], "0" * 64
+        start = time.monotonic()
+        try:
+            launch(job(), "ray", address=address)
+        except ov.JobError as error:
+            print(time.monotonic() - start < 10.0, error, flush=True)
+        os.environ["RAY_AUTH_TOKEN"] = right
+        try:
+            ray_jobs.submit(job(name="late"), address=address, start_s=0.2)
+        except ov.DataStall as error:
+            print(error, flush=True)
+
+    def lose_who_submitted(address, submit):
+        with ray_cluster.cluster(address):
+            code = submit.replace("alone", "orphan").replace("print(", "input(); print(")  # it never says what it was told
+            submitter = subprocess.Popen([sys.executable, "-c", code, address], stdin=subprocess.PIPE)
+            until(lambda: [j.state for j in ray_jobs.jobs(address)] in (["starting"], ["running"]))
+            submitter.kill()
+            submitter.wait()
+            until(lambda: [j.state for j in ray_jobs.jobs(address)] == ["running"])
+            served = ray_jobs.served("orphan", address)
+            print(next(ov.connect(served.address, 0, token=served.token)).step, flush=True)
+            ray_jobs.stop("orphan", address)
 
     def lose_the_head(cluster, calm):
         got = {0: [], 1: []}
@@ -263,8 +406,12 @@ NODES = """
 """
 
 
+@pytest.mark.timeout(300)
 def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the_head_may_go(calm: Played, tmp_path: Path) -> None:
     with program(tmp_path, NODES) as there:
+        assert "True launch: address: the cluster at '" in (said := there.line()), "at once"
+        assert "is not used: its token is another one than that in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token" in said
+        assert there.line() == "waited 0.2 s for job 'late' to begin (start_s says for how long)"
         before = eval(there.line())
         assert before["constructor-host/0"] == "gpu-0"
         assert before["constructor-host/1"] == "gpu-1"
@@ -291,6 +438,7 @@ def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the
         assert there.line() == "[]"
         for client in clients:
             client.close()
+        assert there.line() == "0", "who submitted died and said nothing: whoever reaches the cluster finds out how to connect"
         assert there.line() == "['loader-host/0']", "started when the head was there again"
         assert there.line() == "True", "a job goes on without the cluster's head"
         said = there.line()

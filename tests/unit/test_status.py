@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from click.testing import CliRunner
 
 pytest.importorskip("ray")
 
 from overlord.cli import cli
+from overlord.errors import JobError
 from overlord.observe.tables import scaling_facts
 from overlord.runtime import ray_jobs
 from overlord.runtime.ray_jobs import Status
+from overlord.runtime.serving import Served
 from overlord.runtime.watching import KEPT_DECISIONS, Watching
 from overlord.scaling.scaler import CannotKeepUp, Limits, ReadAhead, Scale, Scaler
+from tests.unit.test_cli import job_file
 
 DECIDED = (
     Scale(source="photos", hosts=3, had=1, reason="the mixture will give it 10.0% in place of 0.4%"),
@@ -57,3 +63,34 @@ def test_what_was_decided_is_shown_with_step_and_reason_and_who_cannot_keep_up_w
     assert "scaling: behind step 85: photos: 1 -> 3 loader hosts: the mixture will give it 10.0% in place of 0.4%" in lines
     assert "scaling: behind step 85: web: 7 steps are read ahead: its slow reads take 0.5 s, usual ones 0.01 s" in lines
     assert "cannot keep up: scenes has 1 loaders of the 4 that it would take: 62 samples a second of 95 ms" in lines
+
+
+def test_a_token_is_shown_to_who_asks_for_it_by_the_name_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Status(name="demo", state="running", address="tcp://here", steps=9, taken=8, clients=2, parts=())
+    monkeypatch.setattr(ray_jobs, "jobs", lambda address: [job])
+    monkeypatch.setattr(ray_jobs, "served", lambda name, address: Served("overlord://10.0.0.1:7/k", f"secret of {name} at {address}"))
+    result = CliRunner().invoke(cli, ["status", "--address", "here:6379", "--token", "demo"])
+    assert result.output == "OVERLORD_ADDRESS=overlord://10.0.0.1:7/k\nOVERLORD_TOKEN=secret of demo at here:6379\n"
+    assert "secret" not in CliRunner().invoke(cli, ["status", "--address", "here:6379"]).output
+
+
+def test_for_how_long_a_job_may_begin_is_an_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[float] = []
+
+    def submit(job: Any, *, start_s: float, **more: Any) -> Served:
+        asked.append(start_s)
+        return Served("overlord://10.0.0.1:7/k", "secret")
+
+    monkeypatch.setattr(ray_jobs, "submit", submit)
+    command = ["serve", str(job_file(tmp_path)), "--runtime", "ray", "--address", "here:6379"]
+    for more in (["--detach"], ["--detach", "--start-s", "900"]):
+        result = CliRunner().invoke(cli, [*command, *more])
+        assert result.exit_code == 0, result.output
+    assert asked == [180.0, 900.0]
+    assert "--start-s is for --detach" in CliRunner().invoke(cli, [*command, "--start-s", "9"]).output
+
+
+@pytest.mark.parametrize("start_s", [0, -1.0, float("nan"), float("inf"), "90", True])
+def test_a_time_to_begin_that_is_none_is_refused_by_name(start_s: Any) -> None:
+    with pytest.raises(JobError, match=r"submit: start_s: wanted a number of seconds above 0, found"):
+        ray_jobs.submit(None, address="here:6379", start_s=start_s)  # type: ignore[arg-type]

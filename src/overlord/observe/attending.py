@@ -39,6 +39,7 @@ class Serve:
     allow: tuple[str, ...] = ()
     runtime: str = "local"
     cluster: str | None = None  # host:port of a Ray cluster's head
+    start_s: float | None = None  # for a job that is to live by itself to begin
     options: Mapping[str, Any] = field(default_factory=dict)  # others of ``launch``
 
 
@@ -71,12 +72,12 @@ def serve_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
 
 def submit_job(wanted: Serve, say: Callable[[str], None]) -> None:
     """The same on a cluster, which has the job from here on."""
-    from overlord.runtime.ray_jobs import submit
+    from overlord.runtime.ray_jobs import START_S, submit
 
     host = "" if is_loopback(wanted.host) else wanted.host  # it may come to any node, and trainers to others
     served = submit(
         wanted.job, address=wanted.cluster, host=host, port=wanted.port, token=wanted.token, resume=wanted.resume, allow=wanted.allow,
-        **wanted.options,
+        start_s=START_S if wanted.start_s is None else wanted.start_s, **wanted.options,
     )  # fmt: skip
     say(str(served) if wanted.token is None else f"OVERLORD_ADDRESS={served.address}")
 

@@ -99,10 +99,15 @@ class Machine:
 
 
 class Networked(Machine):
-    """One of several: hosts of a job reach each other by the network, and by shared memory where they share a machine."""
+    """One of several: hosts of a job reach each other by the network, and by shared memory where they share a machine. ``interface``: of
+    this process alone, for a machine that does not travel; what the environment says goes first."""
+
+    def __init__(self, ports: range | None = None, interface: str = ""):
+        super().__init__(ports)
+        self._interface = interface
 
     def inside(self) -> dict[str, Any]:
-        return {"host": os.environ.get(INTERFACE) or reachable(""), "port": self.ports or 0}
+        return {"host": os.environ.get(INTERFACE) or self._interface or reachable(""), "port": self.ports or 0}
 
     def outside(self, host: str) -> dict[str, Any]:
         """The interface was named for the machine of the session; this may be another."""

@@ -128,5 +128,5 @@ def _take_over(home: Home, interface: str) -> None:
         os.environ.update({k: v for k, v in home.environ.items() if not k.startswith("RAY_")})
         os.chdir(home.directory)
     sys.path.extend(p for p in home.path if p not in sys.path)
-    if interface:
-        os.environ[INTERFACE] = interface
+    if interface:  # unless it was named where the node was started
+        os.environ.setdefault(INTERFACE, interface)

@@ -10,7 +10,6 @@ import itertools
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
@@ -28,13 +27,15 @@ from overlord.runtime.machine import NODE
 from overlord.runtime.options import n_cores
 from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Body, Home
-from overlord.runtime.ray_folder import environment_kept, new_folder
+from overlord.runtime.ray_folder import Folder, environment_kept
 from overlord.runtime.ray_head import Head
+from overlord.runtime.ray_reach import MODE, Unwelcome, check_token, is_refused, reach, same_head, token_named, warn
 
 try:
     with environment_kept():
         import ray
         from ray import exceptions
+        from ray._private import ray_constants
         from ray._private import state as ray_state
         from ray._private import worker as ray_worker
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -50,11 +51,11 @@ DIED = "its process died without a word: it was killed, crashed or ran out of me
 GONE = "it is gone with its node, or before Ray could say how"
 MAX_IDLE = 16  # processes that wait for an actor of their name
 STORE_BYTES = 80 * 2**20  # near the least that Ray takes: no payload passes through its store
-REACH_S = 10.0
 PING_S = 2.0  # for the head to answer
 END_S = 15.0  # for what is under way in Ray, when the last holder leaves
 OWN = ("CPU", "GPU", "memory", "object_store_memory")  # resources that Ray counts by itself; all others have the names somebody gave them
 KEPT = "overlord-jobs"  # the namespace of jobs that live on by themselves
+NOBODYS = "00" * 27 + "01"  # the id of no cluster
 # Ray's own settings, where nobody has said otherwise. Workers beside a busy trainer starve at Ray's niceness of 15. A driver that has lost
 # its cluster's head ends the whole program after a minute: a trainer must not die of that.
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
@@ -128,7 +129,7 @@ class Cluster:
         self._holders = 0
         self._ours = False  # whether it ends with us
         self.address: str | None = None
-        self._folder: Path | None = None
+        self._folder: Folder | None = None
         self._set_here: list[str] = []  # what we have put into the environment
         self._idle: list[tuple[Key, Any, int]] = []  # actors that have left, whose processes are there; their ids, on this machine
         self._numbers = itertools.count(1)
@@ -144,11 +145,14 @@ class Cluster:
                 self._ours = not ray.is_initialized()
                 if self._ours:
                     self._begin(address)
+                else:
+                    _refuse_another(address, head_now(), "by a ray.init of its own")
+                    if _raylet.get_authentication_mode() != _raylet.AuthenticationMode.TOKEN:
+                        warn("the cluster that the program connected to", "whoever reaches its ports")
                 self.address, self._run, self._pid = address, secrets.token_hex(4), os.getpid()
-                self._head = Head(str(ray.get_runtime_context().gcs_address), _ping)
-            elif address is not None and address != self.address:
-                now = self.address or "a cluster of this machine"
-                raise JobError([f"address: {address!r} was asked for, but this process is connected to {now}: close that first"], "launch")
+                self._head = Head(head_now(), _ping)
+            else:
+                _refuse_another(address, self._head.address, "for another session")
             self._holders += 1
 
     def release(self) -> None:
@@ -249,23 +253,27 @@ class Cluster:
         self._set(SETTINGS)
         settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "overlord"}
         try:
+            refused = is_refused()
+            self._set({MODE: "token"})
             if address is None:
-                self._folder = new_folder()
-                self._set({"RAY_AUTH_MODE": "token"} | ({} if _has_token(named=True) else {"RAY_AUTH_TOKEN": secrets.token_hex(32)}))
+                if refused:
+                    warn("the cluster of this machine that is started", "every user of this machine")
+                self._folder = Folder()
+                self._set({} if token_named() else {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
                 settings |= {"num_cpus": n_cores(), "include_dashboard": False, "object_store_memory": STORE_BYTES}
-                settings |= {"_temp_dir": str(self._folder)}
+                settings |= {"_temp_dir": str(self._folder.path)}
             else:
-                _reach(address)
-                if _has_token():  # Ray would not look for it where an address is given
-                    self._set({"RAY_AUTH_MODE": "token"})
-            _raylet.Config.initialize("")  # the environment counts as it is now, though Ray may have been imported long ago
-            _raylet.AuthenticationTokenLoader.instance().reset_cache()
-            with environment_kept(), system_pool():  # the pool is for workers: Ray loads Arrow in them before they do anything of ours
+                reach(address)
+                _as_it_is_now()
+                check_token(_has_token, lambda with_token: _lets_in(address, with_token))
+            _as_it_is_now()
+            # The pool is for workers: Ray loads Arrow in them before they do anything of ours.
+            with environment_kept(), system_pool(), _loopback() if address is None else contextlib.nullcontext():
                 ray.init(address or "local", **settings)
         except BaseException as fault:
             self._end()
             if isinstance(fault, Exception):
-                raise JobError([f"{_cannot(address)}: {type(fault).__name__}: {str(fault)[:500]}"], "launch") from fault
+                raise JobError([_cannot(address, fault)], "launch") from fault
             raise
         ray_worker.print_to_stdstream = _said_by_ray  # Ray prints a paragraph for every process that is killed
 
@@ -274,8 +282,9 @@ class Cluster:
         ray_worker.print_to_stdstream = _prints
         while self._set_here:
             os.environ.pop(self._set_here.pop(), None)
+        _as_it_is_now()  # else a ray.init of the program's own has the mode of this cluster, and not its token
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             self._folder = None
 
     def _set(self, settings: Mapping[str, str]) -> None:
@@ -405,19 +414,71 @@ def _said_by_ray(data: Mapping[str, Any], *_: Any, **__: Any) -> None:
     log.debug("ray: %s", " ".join(map(str, data.get("lines", ()))))
 
 
-def _has_token(*, named: bool = False) -> bool:
-    """Whether there is a token, ``named`` by the environment."""
-    by_name = any(os.environ.get(key) for key in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    return by_name or (not named and (Path.home() / ".ray" / "auth_token").exists())
+def _as_it_is_now() -> None:
+    """The environment counts as it is now, though Ray may have read it long ago."""
+    _raylet.Config.initialize("")
+    _raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _cannot(address: str | None) -> str:
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """A cluster that is started meanwhile listens on loopback only, by Ray's own way for systems where it has no clusters of several
+    machines. Else its processes listen on all interfaces, and 127.0.0.1 as its address is replaced by that of the default route."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _has_token() -> bool:
+    try:
+        return bool(_raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
+    except exceptions.AuthenticationError as fault:  # a file that is named, and not there
+        raise Unwelcome(str(fault).partition(". ")[0]) from fault
+
+
+def _lets_in(address: str, with_token: bool) -> bool:
+    """Whether the head answers who shows the token that is found here, or nothing. It looks at tokens first and then at the id of its
+    cluster: that one was made up is what it says to whom it lets in. Ray itself would try for twenty seconds."""
+    with environment_kept():
+        if not with_token:
+            os.environ[MODE] = "disabled"
+        _as_it_is_now()
+        try:
+            _raylet.GcsClient(address=address, cluster_id=NOBODYS).internal_kv_keys(b"overlord", None, timeout=PING_S)
+        except exceptions.AuthenticationError as fault:
+            return "InvalidAuthToken" not in str(fault)
+    return True
+
+
+def head_now() -> str:
+    """The address of the head, as this process knows it."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def _is_connected_to(address: str) -> bool:
+    """One head may have several addresses, as that of a service before it: the cluster's id tells."""
+    try:
+        reach(address)
+        there, here = _raylet.GcsClient(address=address).cluster_id, ray_worker.global_worker.gcs_client.cluster_id
+    except Exception:  # nobody is there, or lets us in
+        return False
+    return bool(there == here)
+
+
+def _refuse_another(address: str | None, now: str, why: str) -> None:
+    """A process is connected to one cluster at a time."""
+    if address is not None and not same_head(address, now) and not _is_connected_to(address):
+        words = f"address: {address!r} was asked for, but this process is connected to the cluster at {now!r}, {why}"
+        raise JobError([f"{words}; close that first, or leave address out"], "launch")
+
+
+def _cannot(address: str | None, fault: Exception) -> str:
+    words = str(fault) if isinstance(fault, Unwelcome) else f"{type(fault).__name__}: {str(fault)[:500]}"
     if address is None:
-        return "runtime: 'ray' could not start a cluster of this machine"
-    return f"address: {address!r} could not be reached as a Ray cluster; wanted host:port of its head, and its token in RAY_AUTH_TOKEN_PATH"
-
-
-def _reach(address: str) -> None:
-    """Whether anyone is there: Ray would wait for as long as it waits for a head that was lost."""
-    host, _, port = address.rpartition(":")
-    socket.create_connection((host, int(port)), REACH_S).close()
+        return f"runtime: 'ray' could not start a cluster of this machine: {words}"
+    if isinstance(fault, Unwelcome):
+        return f"address: the cluster at {address!r} is not used: {words}"
+    return f"address: {address!r} could not be reached as a Ray cluster; wanted host:port of its head: {words}"

@@ -27,7 +27,7 @@ from overlord.runtime.machine import Machine, Networked
 from overlord.runtime.peers import PeerRecord, Peers
 from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Home, this_machine
-from overlord.runtime.ray_cluster import CLUSTER, Key, Place, end_process, kill, pickled, reason_of
+from overlord.runtime.ray_cluster import CLUSTER, Key, Place, end_process, here, kill, pickled, reason_of
 
 log = logging.getLogger("overlord")
 
@@ -61,8 +61,9 @@ class RayControl(Peers):
     def __init__(self, address: str | None = None, *, job: str = "overlord", ports: range | None = None):
         CLUSTER.hold(address)
         try:
-            self.machine = Networked(ports) if CLUSTER.far else Machine(ports)
-            super().__init__(end=self._end_by_name, cut=self._cut_off, machine=self.machine)
+            self.machine = Networked(ports) if CLUSTER.far else Machine(ports)  # of every host
+            mine = Networked(ports, here()) if CLUSTER.far else self.machine
+            super().__init__(end=self._end_by_name, cut=self._cut_off, machine=mine)
         except BaseException:
             CLUSTER.release()
             raise
@@ -110,8 +111,8 @@ class RayControl(Peers):
         record.ticket = next(self._tickets)
         handle = record.handle = Handle(record.name, None, record)
         self._by_ticket[record.ticket] = record
-        here = {} if CLUSTER.far else {"environ": dict(os.environ), "directory": os.getcwd()}
-        home = Home(name=record.name, ticket=record.ticket, **here, **self._home)  # type: ignore[arg-type]
+        of_now = {} if CLUSTER.far else {"environ": dict(os.environ), "directory": os.getcwd()}
+        home = Home(name=record.name, ticket=record.ticket, **of_now, **self._home)  # type: ignore[arg-type]
         self._starts.do(lambda: self._begin(record, home, code))
         return handle
 

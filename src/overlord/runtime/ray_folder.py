@@ -3,27 +3,78 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = "ov-ray-"
+UNFINISHED = "ov-new-"  # a folder that has no lock yet
+LOCK = "lock"
 MAX_ROOT = 18  # letters: a socket's path has 107, and Ray puts 65 of its own behind the folder
+MAKING_S = 3600.0  # far above what it takes to make a folder: who has not done so by then was killed
 
 
-def new_folder() -> Path:
-    """A folder of its own for a cluster: nothing that another one left behind is found there. Those of programs that were killed go."""
-    root = Path(tempfile.gettempdir())
-    if len(str(root)) > MAX_ROOT:
-        root = Path("/tmp")
+class Folder:
+    """A folder of its own for a cluster: nothing that another one left behind is found there.
+
+    Its owner holds a lock in it for as long as it lives: the kernel lets go of it when the process ends, however that ends. A number of a
+    process would not do: containers that share the folder have numbers of their own.
+    """
+
+    def __init__(self, root: Path | None = None):
+        root = root or _root()
+        remove_left(root)
+        made = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=root))
+        self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        with contextlib.suppress(OSError):  # where files cannot be locked, others cannot either, and leave it alone
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Others see the name only now that the lock is held: one that is being made is not taken for one that was left.
+        self.path = root / f"{FOLDER}{os.getpid()}-{made.name.removeprefix(UNFINISHED)}"
+        made.rename(self.path)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def remove_left(root: Path) -> None:
+    """Folders of programs that were killed."""
     for old in root.glob(f"{FOLDER}*"):
-        pid = old.name.removeprefix(FOLDER).partition("-")[0]
         with contextlib.suppress(OSError):
-            if pid.isdigit() and old.stat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
+            if _ours(old):
+                _remove_unheld(old)
+    for old in root.glob(f"{UNFINISHED}*"):
+        with contextlib.suppress(OSError):
+            if _ours(old) and time.time() - old.stat().st_mtime > MAKING_S:
                 shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-", dir=root))
+
+
+def _remove_unheld(old: Path) -> None:
+    try:
+        lock = os.open(old / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:  # it was being removed, or is of a version that had no locks: there the number is all that there is
+        pid = old.name.removeprefix(FOLDER).partition("-")[0]
+        if not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(old, ignore_errors=True)
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where somebody holds it
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _ours(old: Path) -> bool:
+    return not old.is_symlink() and old.is_dir() and old.stat().st_uid == os.getuid()
+
+
+def _root() -> Path:
+    root = Path(tempfile.gettempdir())
+    return root if len(str(root)) <= MAX_ROOT else Path("/tmp")
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ that reaches the cluster.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -22,10 +23,10 @@ from overlord.runtime.serving import Served
 if TYPE_CHECKING:
     from overlord.runtime.session import Session
 
-START_S = 180.0  # for a session to be there: files are indexed, hosts open their sources
+START_S = 180.0  # for a session to be there: files are indexed, hosts open their sources; start_s= says otherwise
 ASK_S = 20.0
 STOP_S = 30.0
-STARTING, RUNNING = "starting", "running"
+SUBMITTED, STARTING, RUNNING = "submitted", "starting", "running"  # the first: nobody has said yet what is to be started
 OVER = ("ended", "failed", "stopped")
 
 
@@ -49,20 +50,37 @@ class Keeper:
     def __init__(self) -> None:
         self._session: Session | None = None
         self._served: Served | None = None
-        self._state, self._name = STARTING, ""
+        self._state, self._name = SUBMITTED, ""
         self._last: dict[str, int] = {}  # how far it came, once it is over
 
-    def begin(self, path: tuple[str, ...], code: bytes, host: str, port: int, token: str | None) -> tuple[str, str]:
-        """Launch and serve: where trainers connect, and what they show."""
+    def begin(self, name: str, path: tuple[str, ...], code: bytes, host: str, port: int, token: str | None) -> tuple[str, str]:
+        """Launch and serve: where trainers connect, and what they show. Who submitted may be gone before that is there: what became of it
+        is kept."""
+        self._state, self._name = STARTING, name
+        try:
+            session, self._served = self._launch(path, code, host, port, token)
+        except BaseException as fault:
+            self._state = f"failed: {type(fault).__name__}: {fault}"
+            if self._session is not None:
+                self._session.close()
+            raise
+        self._state = RUNNING
+        threading.Thread(target=self._attend, args=(session,), name="overlord-attend", daemon=True).start()
+        return self.served()
+
+    def _launch(self, path: tuple[str, ...], code: bytes, host: str, port: int, token: str | None) -> tuple[Session, Served]:
         sys.path.extend(p for p in path if p not in sys.path)
         import overlord as ov
 
         job, options = ray_cluster.opened(code)
-        self._name = job.name
-        self._session = session = ov.launch(job, runtime="ray", **options)
-        self._served = session.serve(host=host or ray_cluster.here(), port=port, token=token)
-        self._state = RUNNING
-        threading.Thread(target=self._attend, args=(session,), name="overlord-attend", daemon=True).start()
+        here = {"address": ray_cluster.head_now()}  # who submitted may call the head by a name that is not known on this node
+        self._session = session = ov.launch(job, runtime="ray", **options | here)
+        return session, session.serve(host=host or ray_cluster.here(), port=port, token=token)
+
+    def served(self) -> tuple[str, str]:
+        """Once more: for who did not hear it."""
+        if self._served is None or self._state != RUNNING:
+            raise OverlordError(f"job {self._name!r} is {self._state}: trainers cannot connect to it")
         return self._served.address, self._served.token
 
     def _attend(self, session: Session) -> None:
@@ -116,17 +134,21 @@ class Keeper:
         self._state = "stopped"
 
 
-def submit(job: Job, *, address: str | None, host: str = "", port: int = 0, token: str | None = None, **options: Any) -> Served:
-    """Start a job that lives on when this process goes. ``host``: the interface to serve at; empty: that of the node it comes to."""
+def submit(
+    job: Job, *, address: str | None, host: str = "", port: int = 0, token: str | None = None, start_s: float = START_S, **options: Any
+) -> Served:
+    """Start a job that lives on when this process goes. ``host``: the interface to serve at; empty: that of the node it comes to.
+    ``start_s``: for trainers to be able to connect; a job that takes longer is ended."""
+    if isinstance(start_s, bool) or not isinstance(start_s, (int, float)) or not 0 < start_s < math.inf:
+        raise JobError([f"start_s: wanted a number of seconds above 0, found {start_s!r}"], "submit")
     with ray_cluster.cluster(_wanted(address, "submit")):
         _make_way(job.name)
-        code = ray_cluster.pickled(job.name, (job, {"address": address, **options}))
+        code = ray_cluster.pickled(job.name, (job, options))
         keeper = ray_cluster.keep(Keeper, job.name)
         try:
-            path = tuple(p for p in sys.path if p)
-            return Served(
-                *ray_cluster.ask(keeper, "begin", path, code, host, port, token, timeout_s=START_S, what=f"job {job.name!r} to begin")
-            )
+            given = (job.name, tuple(p for p in sys.path if p), code, host, port, token)
+            what = f"job {job.name!r} to begin (start_s says for how long)"
+            return Served(*ray_cluster.ask(keeper, "begin", *given, timeout_s=start_s, what=what))
         except BaseException:
             ray_cluster.kill(keeper)
             raise
@@ -154,24 +176,34 @@ def jobs(address: str | None) -> list[Status]:
         return [_status(name, names) for name in ray_cluster.kept()]
 
 
+def served(name: str, address: str | None) -> Served:
+    """Where trainers of a job connect, and what they show, as ``submit`` returned it: for when that was lost with who submitted."""
+    with ray_cluster.cluster(_wanted(address, "status")):
+        return Served(*ray_cluster.ask(_keeper(name, "status"), "served", timeout_s=ASK_S, what=f"job {name!r} to say where it is served"))
+
+
 def stop(name: str, address: str | None) -> None:
     """End a job and all its parts; its journal, if it has one, says where it stood."""
     with ray_cluster.cluster(_wanted(address, "stop")):
-        known = ray_cluster.kept()
-        if name not in known:
-            raise JobError([f"no job called {name!r}{did_you_mean(name, known) if known else '; there is none at all'}"], "stop")
-        keeper = ray_cluster.kept_by(name)
+        keeper = _keeper(name, "stop")
         try:
             ray_cluster.ask(keeper, "stop", timeout_s=STOP_S, what=f"job {name!r} to stop")
         finally:
             ray_cluster.kill(keeper)
 
 
+def _keeper(name: str, what: str) -> Any:
+    known = ray_cluster.kept()
+    if name not in known:
+        raise JobError([f"no job called {name!r}{did_you_mean(name, known) if known else '; there is none at all'}"], what)
+    return ray_cluster.kept_by(name)
+
+
 def _status(name: str, nodes: Mapping[str, str]) -> Status:
     try:
         told = ray_cluster.ask(ray_cluster.kept_by(name), "status", timeout_s=ASK_S, what=f"job {name!r} to say how it is")
         parts = tuple(part | {"node": nodes.get(part["node"], part["node"])} for part in told["parts"])
-        return Status(**told | {"parts": parts})
+        return Status(**told | {"name": name, "parts": parts})
     except OverlordError as fault:
         return Status(name=name, state=f"unknown: {fault}", address="", steps=0, taken=-1, clients=0, parts=())
 

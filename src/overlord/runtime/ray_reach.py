@@ -1,0 +1,93 @@
+"""Whether a Ray cluster is the one that was asked for, and lets in only who has its token. Nothing of Ray is imported in this file."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+log = logging.getLogger("overlord")
+
+MODE = "RAY_AUTH_MODE"
+TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # the environment's; the third place is a file
+WHERE = "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
+REFUSE = f"{MODE}=disabled in the environment of this program refuses authentication, by that name only"
+REACH_S = 10.0
+
+
+class Unwelcome(Exception):
+    """Why a cluster is not used, in words for who asked for it."""
+
+
+def split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def reach(address: str) -> None:
+    """Whether anyone is there: Ray would wait for as long as it waits for a head that was lost."""
+    socket.create_connection(split(address), REACH_S).close()
+
+
+def same_head(one: str, other: str) -> bool:
+    """Whether two addresses lead to one head: names and addresses of the same machine count as equal."""
+    (one_host, one_port), (other_host, other_port) = split(one), split(other)
+    if one_port != other_port:
+        return False
+    one_at, other_at = _addresses(one_host), _addresses(other_host)
+    return bool(one_at & other_at) or (any(map(_of_this_machine, one_at)) and any(map(_of_this_machine, other_at)))
+
+
+def _addresses(host: str) -> set[str]:
+    with suppress(OSError):
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    return {host}  # a name that nobody knows here
+
+
+def _of_this_machine(address: str) -> bool:
+    """Only an address of one's own can be listened at."""
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(address.partition("%")[0]).version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+# authentication
+
+
+def is_refused() -> bool:
+    """Whether the environment says, by name, that there is to be none."""
+    mode = os.environ.get(MODE, "token")
+    if mode.lower() not in ("token", "disabled"):
+        raise Unwelcome(f"{MODE}: wanted token or disabled, found {mode!r}")
+    return mode.lower() == "disabled"
+
+
+def token_named() -> bool:
+    return any(os.environ.get(key) for key in TOKENS)
+
+
+def check_token(has_token: Callable[[], bool], lets_in: Callable[[bool], bool]) -> None:
+    """Of a cluster that was not started here. ``lets_in(with_token)``: whether it answers who shows what is found here, or nothing."""
+    if is_refused():
+        if not lets_in(False):
+            raise Unwelcome(f"it wants a token, but {MODE}=disabled here; unset that, and say its token by {WHERE}")
+        warn("the cluster", "whoever reaches its ports")
+        return
+    if not has_token():
+        raise Unwelcome(f"no token was found: wanted that of the cluster in {WHERE}. {REFUSE}")
+    if lets_in(False):  # before the token is shown: whoever is in there would have it
+        raise Unwelcome(f"it asks for no token, so whoever reaches its ports runs code there: start it with {MODE}=token. {REFUSE}")
+    if not lets_in(True):
+        raise Unwelcome(f"its token is another one than that in {WHERE}")
+
+
+def warn(what: str, who: str) -> None:
+    words = "%s is used without token authentication: %s can run code in it, read what it reads and end its jobs (Security in docs/ray.md)"
+    log.warning(words, what, who)

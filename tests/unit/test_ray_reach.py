@@ -1,0 +1,92 @@
+"""Which addresses lead to one head; when a cluster is used with a token, without one, or not at all; and where a process listens."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+
+import pytest
+
+from overlord.channel.address import reachable
+from overlord.runtime.machine import Networked
+from overlord.runtime.ray_actor import Home, _take_over
+from overlord.runtime.ray_reach import Unwelcome, check_token, is_refused, same_head
+
+SHUT, OPEN = {False: False, True: True}, {False: True, True: True}  # who shows a token is let in: False, one who shows none
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("10.0.0.1:6379", "10.0.0.1:6379", True),
+        ("10.0.0.1:6379", "10.0.0.1:6380", False),
+        ("10.0.0.1:6379", "10.0.0.2:6379", False),
+        ("localhost:6379", "127.0.0.1:6379", True),
+        ("[::1]:6379", "localhost:6379", True),
+        ("no-such-host.invalid:6379", "no-such-host.invalid:6379", True),
+        ("no-such-host.invalid:6379", "127.0.0.1:6379", False),
+        (f"{socket.gethostname()}:6379", "127.0.0.1:6379", True),
+    ],
+)
+def test_names_and_addresses_of_one_machine_lead_to_one_head(one: str, other: str, same: bool) -> None:
+    assert same_head(one, other) is same
+    assert same_head(other, one) is same
+
+
+@pytest.mark.parametrize(
+    ("mode", "has_token", "lets_in", "words"),
+    [
+        (None, True, SHUT, ""),
+        ("token", True, SHUT, ""),
+        (None, False, SHUT, r"no token was found: wanted .* RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/\.ray/auth_token.*AUTH_MODE=disabled"),
+        (None, True, OPEN, r"it asks for no token, so whoever reaches its ports runs code .*RAY_AUTH_MODE=disabled in the environment"),
+        (None, True, {False: False, True: False}, "its token is another one than that in RAY_AUTH_TOKEN"),
+        ("disabled", False, SHUT, "it wants a token, but RAY_AUTH_MODE=disabled here"),
+        ("of", True, SHUT, "RAY_AUTH_MODE: wanted token or disabled, found 'of'"),
+    ],
+)  # fmt: skip
+def test_a_cluster_is_used_with_its_token_or_not_at_all(
+    mode: str | None,
+    has_token: bool,
+    lets_in: dict[bool, bool],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    if words:
+        with pytest.raises(Unwelcome, match=words):
+            check_token(lambda: has_token, lets_in.__getitem__)
+    else:
+        check_token(lambda: has_token, lets_in.__getitem__)
+    assert caplog.records == []
+
+
+def test_without_a_token_only_where_that_is_said_by_name_and_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert is_refused()
+    with caplog.at_level(logging.WARNING, "overlord"):
+        check_token(lambda: False, OPEN.__getitem__)
+    [said] = caplog.messages
+    assert said.startswith("the cluster is used without token authentication: whoever reaches its ports can run code in it")
+
+
+def test_a_process_listens_where_the_environment_says_then_where_its_node_is_then_where_the_default_route_leads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OVERLORD_INTERFACE", raising=False)
+    assert Networked().inside()["host"] == reachable("")
+    assert Networked(None, "127.0.0.2").inside()["host"] == "127.0.0.2"
+    monkeypatch.setenv("OVERLORD_INTERFACE", "127.0.0.3")
+    assert Networked(None, "127.0.0.2").inside()["host"] == "127.0.0.3"
+    _take_over(Home(name="part", address="", token="", ticket=1), "127.0.0.2")
+    assert os.environ["OVERLORD_INTERFACE"] == "127.0.0.3", "said where the node was started"
+    monkeypatch.delenv("OVERLORD_INTERFACE")
+    _take_over(Home(name="part", address="", token="", ticket=1), "127.0.0.2")
+    assert Networked().inside()["host"] == "127.0.0.2"
+    monkeypatch.delenv("OVERLORD_INTERFACE")
