@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import overlord as ov
 from overlord.messages import SetMixture, Skip
 from overlord.simulation.engine import Add
@@ -28,7 +26,6 @@ KILLED = "killed by signal 9" if PARTS == "process" else "its process died witho
 EXITED = "exit code 3" if PARTS == "process" else KILLED
 ASKED = "killed by signal 9" if PARTS == "process" else "killed"  # of those that session.kill hit
 RUNTIMES = ["local", PARTS]
-on_process = pytest.mark.skipif(PARTS != "process", reason="about processes that this program forks; test_ray.py tells it of Ray's")
 # For whatever must come; nothing waits so long that goes well. A machine that others load heavily may need more for starts of Ray's.
 WAIT_S = float(os.environ.get("OVERLORD_TEST_WAIT_S", "30"))
 

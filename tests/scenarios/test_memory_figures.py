@@ -67,12 +67,11 @@ def unchanged(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-@pytest.mark.skipif(PARTS != "process", reason="processes of this machine")
 def test_a_worker_process_that_loaders_share_counts_once(tmp_path: Path) -> None:
     job = job_of(tmp_path)
     apart = replace(job.sources[0], transforms=[ov.Map(unchanged, rows=True), ov.Tokens("tokens")], workers="processes")
     options = {"hosts": 1, "constructor_hosts": 1, "loaders": {"small": 4}, "autoscale": {"interval_s": 60.0}}
-    with ov.launch(replace(job, sources=(apart, job.sources[1])), runtime="process", **options) as session:
+    with ov.launch(replace(job, sources=(apart, job.sources[1])), runtime=PARTS, **options) as session:
         for client in [session.client(rank) for rank in range(2)]:
             next(client)
         found = session._figures()

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -28,7 +29,6 @@ from tests.processes import (
     hosts_of,
     launch,
     left_after,
-    on_process,
     play,
     program,
     run,
@@ -135,10 +135,10 @@ SERVED = """
     import sys, time
     import overlord as ov
     from tests.scenarios.test_process import job
-    from tests.processes import hosts_of
+    from tests.processes import PARTS, hosts_of
 
     def main():
-        session = ov.launch(job(until=200), runtime="process", constructor_hosts=2, build_ahead=4)
+        session = ov.launch(job(until=200), runtime=PARTS, constructor_hosts=2, build_ahead=4)
         served = session.serve()
         print(served.address, served.token, *hosts_of(session).values(), flush=True)
         sys.stdin.readline()
@@ -151,7 +151,6 @@ def fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@on_process
 def test_clients_elsewhere_outlive_the_session_with_what_they_have_and_nothing_else_does(
     tmp_path: Path, alone: Played, caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
@@ -180,7 +179,6 @@ def test_clients_elsewhere_outlive_the_session_with_what_they_have_and_nothing_e
     assert "memfd:overlord" not in Path("/proc/self/maps").read_text(), "no shared memory stays mapped"
 
 
-@on_process
 def test_a_session_that_closes_tells_clients_elsewhere(tmp_path: Path) -> None:
     with program(tmp_path, SERVED) as server:
         address, token, *pids = server.line().split()
@@ -200,7 +198,7 @@ TRAINS = """
     import sys
     import overlord as ov
     from tests.scenarios.test_process import job
-    from tests.processes import hosts_of
+    from tests.processes import PARTS, hosts_of
 
     def main():
         {launch}
@@ -215,10 +213,9 @@ def trains(launch: str, then: str, stop: int = 3) -> str:
     return TRAINS.format(launch=launch, stop=stop, then=then)
 
 
-PLAIN = 'session = ov.launch(job(until=10**6), runtime="process")'
+PLAIN = "session = ov.launch(job(until=10**6), runtime=PARTS)"
 
 
-@on_process
 def test_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
     with program(tmp_path, scoped()) as trainer:
         pids = list(map(int, trainer.line().split()))
@@ -237,10 +234,10 @@ def scoped() -> str:
     return """
     import overlord as ov
     from tests.scenarios.test_process import job
-    from tests.processes import hosts_of
+    from tests.processes import PARTS, hosts_of
 
     def main():
-        with ov.launch(job(until=10**6), runtime="process") as session:
+        with ov.launch(job(until=10**6), runtime=PARTS) as session:
             print(*hosts_of(session).values(), flush=True)
             for step in session.client(0):
                 if step.step == 3:
@@ -248,7 +245,6 @@ def scoped() -> str:
 """
 
 
-@on_process
 @pytest.mark.parametrize(
     "then", ["return", "del session; return", "sys.exit(0)", "session.close(); session.close(); return"],
     ids=["kept", "forgotten", "exit", "closed twice"],
@@ -259,6 +255,7 @@ def test_a_program_that_just_ends_leaves_nothing_and_says_nothing(tmp_path: Path
         code, out, err = trainer.end()
         assert (code, out, err) == (0, "", "")
         assert not left_after(pids, SOON_S)
+    assert not [p for root in ("/tmp", tempfile.gettempdir()) for p in Path(root).glob(f"ov-ray-{trainer.pid}-*")], "nor files of a cluster"
 
 
 def test_closing_ends_whoever_waits_in_another_thread(tmp_path: Path) -> None:
@@ -281,7 +278,6 @@ def test_closing_ends_whoever_waits_in_another_thread(tmp_path: Path) -> None:
     assert not hosts_left(hosts, SOON_S)
 
 
-@on_process
 def test_sessions_leave_no_open_file_and_no_thread() -> None:
     with launch(job(until=3)) as session:
         play(session)
@@ -317,24 +313,22 @@ def with_map(fn: Any, **settings: Any) -> ov.Source:
     return ov.Source("m", rows(60, 0), transforms=[ov.Map(fn, **settings), ov.Tokens("tokens")], epochs=None)
 
 
-@on_process
 def test_code_that_cannot_be_sent_is_refused_at_launch_and_leaves_nothing() -> None:
     before = threading.active_count()
     with pytest.raises(JobError, match=r"source 'm': cannot be sent to another process: .*lambda.*use functions of a module"):
         launch(job(sources=[with_map(lambda columns: columns)]))
-    with pytest.raises(ActorLost, match=r"loader-host/0 is lost: .* said why on stderr; it may miss a module"):
+    with pytest.raises(OPENED_NOT, match=r"loader-host/0 is lost: .* said why on stderr; it may miss a module|no module named 'mine'"):
         launch(job(sources=[with_map(Broken())]))
     until(lambda: threading.active_count() <= before)
 
 
-@on_process
 def test_a_function_of_a_notebook_is_refused_with_its_name_and_a_hook_as_a_hook(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"tokens": [1, 2]}\n' * 20)
     text = (
         "import overlord as ov\ndef mine(row):\n    return row\n"
         f"web = ov.Source('web', {str(tmp_path / 'rows.jsonl')!r}, transforms=[ov.Map(mine), ov.Tokens()])\n"
         "job = ov.Job(name='n', sources=[web], batch=ov.Batch(samples=4, context=64), until=2)\n"
-        "try:\n    ov.launch(job, runtime='process').close()\nexcept ov.JobError as error:\n    print(error)\n"
+        f"try:\n    ov.launch(job, runtime='{PARTS}').close()\nexcept ov.JobError as error:\n    print(error)\n"
     )
     said = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60).stdout
     assert "source 'web': cannot be sent to another process: mine was defined in a notebook" in said
@@ -348,7 +342,6 @@ def test_a_tokenizer_that_is_missing_is_told_at_launch(tmp_path: Path) -> None:
         launch(job(sources=[texts]))
 
 
-@on_process
 def test_a_program_that_launches_when_it_is_imported_is_told_how_to_be(tmp_path: Path) -> None:
     """Only one that sends something defined in it: else its hosts never import it."""
     with program(tmp_path, trains(PLAIN, "return"), guarded=False) as trainer:
@@ -357,8 +350,8 @@ def test_a_program_that_launches_when_it_is_imported_is_told_how_to_be(tmp_path:
     body = textwrap.dedent(trains(hooked, "return")) + "\ndef mine(assembly):\n    return assembly.build()\n"
     with program(tmp_path, body, guarded=False) as trainer:
         code, _, err = trainer.end()
-        assert code != 0
-        assert 'if __name__ == "__main__":' in err.splitlines()[-1]
+        assert (code == 0) == (PARTS == "ray"), "there what is defined in a program travels with what is sent, and nobody imports it"
+        assert code == 0 or 'if __name__ == "__main__":' in err.splitlines()[-1]
 
 
 def test_a_source_that_cannot_be_opened_does_not_join_and_the_job_goes_on(alone: Played) -> None:

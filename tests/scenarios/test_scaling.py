@@ -145,7 +145,6 @@ def test_a_source_that_has_one_loader_cannot_be_spread() -> None:
             session.scale("hevy", 2)
 
 
-@pytest.mark.skipif(PARTS != "process", reason="hosts of this machine")
 @pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
 def test_a_source_that_joined_is_scaled_as_the_others_are(journal: bool, tmp_path: Path) -> None:
     rows = Rows([{"n": k, "tokens": [5000 + k] * (1 + k % 7)} for k in range(200)])

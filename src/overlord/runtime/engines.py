@@ -3,6 +3,7 @@ difference."""
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -158,7 +159,13 @@ def keep(runtime: str, address: str | None) -> Callable[[], None]:
     from overlord.runtime.ray_cluster import CLUSTER
 
     CLUSTER.hold(address)
-    return CLUSTER.release
+
+    def let_go() -> None:
+        atexit.unregister(let_go)
+        CLUSTER.release()
+
+    atexit.register(let_go)  # Ray ends its processes at the program's end, and leaves its files
+    return let_go
 
 
 def counted(host: Engine) -> Planner | Counted:

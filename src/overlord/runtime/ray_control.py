@@ -7,6 +7,7 @@ then comes back by a link (``ray_actor.py``), and all that is said goes that way
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -71,6 +72,7 @@ class RayControl(Peers):
         self._news = Hands(1, "ray")  # what Ray says is heard in a thread of ours: in its own nothing may be asked of it
         self._starts = Hands(1, "ray-starts")  # whoever wants an actor must not wait for Ray, whose head may be gone
         self._home = {"address": self.address, "token": self.token, "path": tuple(p for p in sys.path if p)}
+        atexit.register(self._at_exit)  # before Ray's own, which was registered first and ends actors under a session that is not closed
 
     # starting
 
@@ -254,6 +256,7 @@ class RayControl(Peers):
             raise OverlordError("shutdown waits for the thread that runs callbacks; call it from another thread")
         if not self._close_once():
             return
+        atexit.unregister(self._at_exit)
         records = [r for r in self._living() if isinstance(r, RayRecord)]
         for record in self._dismiss(records, timeout_s, self._kill):
             record.gone.wait(HURRY_S)
@@ -262,6 +265,9 @@ class RayControl(Peers):
         self._starts.close()
         self._news.close()
         CLUSTER.release()
+
+    def _at_exit(self) -> None:
+        self.shutdown(HURRY_S)
 
 
 def no_room(place: Place, nodes: Sequence[Node]) -> str:

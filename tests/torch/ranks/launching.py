@@ -59,16 +59,17 @@ def start(world: int, module: str, out: Path, *, seconds: float = SECONDS, torch
 
 
 class Worlds:
-    """Each world is started once, by the first test that asks for it; with ``torchrun``, which takes longer, or by forks."""
+    """Each world is started once, by the first test that asks for it: by forks, or, where its size is ``torchrun``, by that, with which
+    every rank loads torch for itself."""
 
-    def __init__(self, module: str, folder: Path, *, torchrun: bool = False):
+    def __init__(self, module: str, folder: Path, *, torchrun: int = 0):
         self._module, self._folder, self._torchrun, self._done = module, folder, torchrun, {}
 
     def __call__(self, world: int) -> World:
         if world not in self._done:
             out = self._folder / str(world)
             out.mkdir()
-            self._done[world] = start(world, self._module, out, torchrun=self._torchrun)
+            self._done[world] = start(world, self._module, out, torchrun=world == self._torchrun)
         return self._done[world]
 
     def check(self, world: int, checks: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Equal gradients on every mesh of 4 and 8 ranks that torchrun started, whatever the plan. Each check runs on all ranks at once
+"""Equal gradients on every mesh of 4 ranks, which torchrun started, and of 8, whatever the plan. Each check runs on all ranks at once
 (checks_training.py)."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(SECONDS + 30)
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
-    return Worlds("tests.torch.ranks.checks_training", tmp_path_factory.mktemp("ranks"), torchrun=True)
+    return Worlds("tests.torch.ranks.checks_training", tmp_path_factory.mktemp("ranks"), torchrun=4)
 
 
 @pytest.mark.parametrize("world", [4, 8])

@@ -1,0 +1,91 @@
+"""One job and one script of losses on every runtime: a loader host, a constructor host and the planner are lost one after another, then all
+at once, and each rank is handed, to the byte, what it is handed where nothing is lost.
+
+The job and its script are a scenario of the simulator, which carries it out on its virtual clock; elsewhere the same is done by
+``session.kill``. In one process there is nobody to lose: that is said, and the stream is that of the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import overlord as ov
+from overlord.simulation.faults import Fault
+from overlord.simulation.history import Seen
+from overlord.simulation.running import run_scenario, undisturbed
+from overlord.simulation.scenario import STEPS, Scenario, draw
+from tests.processes import launch
+
+pytestmark = pytest.mark.timeout(120)
+
+PARTS_OF = {"loader": "loader-host/1", "constructor": "constructor-host/0", "planner": "planner"}
+LOSSES = {5: ["loader"], 11: ["constructor"], 17: ["planner"], 23: ["loader", "constructor", "planner"]}
+Steps = dict[tuple[int, int], Seen]  # (rank, step) -> what that rank was handed
+
+
+def scenario() -> Scenario:
+    """Two loader hosts, one constructor host, a mesh with dp=2 and tp=2, and a journal: else a planner that is lost ends the job."""
+    plain = draw(5)
+    apart = {"loaders": dict.fromkeys(plain.names, 1), "hosts": 2, "sources_per_host": 2, "constructor_hosts": 1, "shadows": "none"}
+    faults = [
+        Fault("kill", role, step, after_s=0.0, patience_s=60.0, seconds=0.0, which=int(role == "loader"), factor=1.0)
+        for step, roles in LOSSES.items()
+        for role in roles
+    ]
+    return replace(
+        plain, mesh=(2, 1, 2, 1), faults=tuple(faults), learns=False, changes=True, journal=True, look_ahead=1, overflow="grow",
+        samples=8, strategy="llm_balance", outlives=False, options={**plain.options, **apart, "prefetch": 3},
+    )  # fmt: skip
+
+
+def handed(session: ov.Session, act: dict[int, Callable[[], None]]) -> Steps:
+    """Every rank trains, in turn; ``act[k]`` is done when k steps were taken."""
+    clients, found = [session.client(rank) for rank in range(session.job.place.world_size)], Steps()
+    for taken in range(STEPS):
+        act.get(taken, lambda: None)()
+        found |= {(client.rank, taken): Seen.of(next(client)) for client in clients}
+    assert all(next(client, None) is None for client in clients), "all end at the same step"
+    return found
+
+
+def lost_in_simulation(made: Scenario) -> Steps:
+    verdict = run_scenario(made)
+    assert verdict.violations == []
+    assert verdict.fired == Counter(("kill", role) for roles in LOSSES.values() for role in roles)
+    seen = [event.seen for event in verdict.history.events if event.seen is not None]
+    return {(found.rank, found.step): found for found in seen}
+
+
+def lost_in(runtime: str, made: Scenario, journal: Path) -> Steps:
+    options = {**made.options, "lost_after_s": 20.0}
+    with launch(replace(made.job(), journal=str(journal)), runtime, **options) as session:
+
+        def lose(roles: list[str]) -> None:
+            for role in roles:
+                if runtime != "local":
+                    session.kill(PARTS_OF[role])
+                    continue
+                with pytest.raises(ov.JobError, match=f"'{PARTS_OF[role]}': all actors live in this process"):
+                    session.kill(PARTS_OF[role])
+
+        found = handed(session, {step: lambda roles=roles: lose(roles) for step, roles in LOSSES.items()})
+        back = Counter(row["part"] for row in session.metrics()["recoveries"])
+    if runtime != "local":
+        assert set(back) == set(PARTS_OF.values())
+        assert back["planner"] == 2
+    return found
+
+
+@pytest.mark.parametrize("runtime", ["local", "process", "simulated", "ray"])
+def test_whoever_is_lost_each_rank_gets_the_stream_of_a_run_where_nobody_is(runtime: str, tmp_path: Path) -> None:
+    made = scenario()
+    calm = undisturbed(made)
+    assert {rank for rank, _ in calm} == set(range(4))
+    assert len(calm) == 4 * STEPS
+    found = lost_in_simulation(made) if runtime == "simulated" else lost_in(runtime, made, tmp_path / "journal")
+    assert found == calm
