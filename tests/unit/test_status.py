@@ -56,7 +56,7 @@ def test_what_was_decided_is_shown_with_step_and_reason_and_who_cannot_keep_up_w
         name="demo", state="running", address="tcp://here", steps=90, taken=85, clients=2, scaling=scaling,
         parts=(
             {"name": "planner", "node": "gpu-0", "asked": {}, "pid": 7, "state": "running"},
-            {"name": "loader-host/0", "node": "gpu-1", "asked": {"cores": 1.0, "memory": 2.0**27, "scratch": 2.0}, "pid": 8, "state": "running"},
+            {"name": "loader-host/0", "node": "gpu-1", "asked": {"cores": 1.0, "memory": 2.0**27, "scratch": 2.0}, "pid": 8, "state": "new"},
             {"name": "loader-host/1", "node": "gpu-1", "asked": {"cores": 0.0, "memory": 0.0}, "pid": 9, "state": "running"},
         ),
     )  # fmt: skip
@@ -66,7 +66,7 @@ def test_what_was_decided_is_shown_with_step_and_reason_and_who_cannot_keep_up_w
     lines = [line.strip() for line in result.output.splitlines()]
     assert "scaling: behind step 85: photos: 1 -> 3 loader hosts: the mixture will give it 10.0% in place of 0.4%" in lines
     assert "scaling: behind step 85: web: 7 steps are read ahead: its slow reads take 0.5 s, usual ones 0.01 s" in lines
-    assert ["loader-host/0", "gpu-1", "1", "128", "2", "8", "running"] in [line.split() for line in lines], "cores, memory, scratch"
+    assert ["loader-host/0", "gpu-1", "1", "128", "2", "8", "new"] in [line.split() for line in lines], "cores, memory, scratch"
     assert "without cores of their own, since no node had any to spare: loader-host/1" in lines
     assert "cannot keep up: scenes has 1 loaders of the 4 that it would take: 62 samples a second of 95 ms" in lines
 
