@@ -56,7 +56,7 @@ def test_what_was_decided_is_shown_with_step_and_reason_and_who_cannot_keep_up_w
         name="demo", state="running", address="tcp://here", steps=90, taken=85, clients=2, scaling=scaling,
         parts=(
             {"name": "planner", "node": "gpu-0", "asked": {}, "pid": 7, "state": "running"},
-            {"name": "loader-host/0", "node": "gpu-1", "asked": {"cores": 1.0, "memory": 2.0**27, "scratch": 2.0}, "pid": 8, "state": "new"},
+            {"name": "loader-host/0", "node": "gpu-1", "asked": {"cores": 1, "memory": 2.0**27, "scratch": 2}, "pid": 8, "state": "new"},
             {"name": "loader-host/1", "node": "gpu-1", "asked": {"cores": 0.0, "memory": 0.0}, "pid": 9, "state": "running"},
         ),
     )  # fmt: skip
