@@ -169,7 +169,7 @@ def serve(
             cluster=address if runtime == "ray" else None, options=read_options(options), start_s=start_s,
         )  # fmt: skip
         if detach:
-            submit_job(wanted, click.echo)
+            submit_job(wanted, click.echo, screen(stderr=True))
             return
         serve_job(wanted, click.echo, screen(stderr=True))
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from overlord.channel.address import reachable
 from overlord.runtime.machine import Networked
 from overlord.runtime.ray_actor import Home, _take_over
-from overlord.runtime.ray_reach import Unwelcome, check_token, is_refused, same_head
+from overlord.runtime.ray_reach import Unwelcome, check_joined, check_token, is_refused, same_head
 
 SHUT, OPEN = {False: False, True: True}, {False: True, True: True}  # who shows a token is let in: False, one who shows none
 
@@ -32,6 +33,16 @@ SHUT, OPEN = {False: False, True: True}, {False: True, True: True}  # who shows 
 def test_names_and_addresses_of_one_machine_lead_to_one_head(one: str, other: str, same: bool) -> None:
     assert same_head(one, other) is same
     assert same_head(other, one) is same
+
+
+def test_who_is_on_none_of_its_nodes_is_told_to_join_at_once(tmp_path: Path) -> None:
+    (tmp_path / "raylet").touch()
+    check_joined([], "head:6379")
+    check_joined([("203.0.113.1", "/nowhere"), ("127.0.0.1", "/nowhere")], "head:6379")
+    check_joined([("203.0.113.1", str(tmp_path / "raylet"))], "head:6379")
+    words = r"on this machine \(there are 203\.0\.113\.1\): join it first, ray start --address=head:6379"
+    with pytest.raises(Unwelcome, match=words):
+        check_joined([("203.0.113.1", "/nowhere")], "head:6379")
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def serve_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
                 err.print(f"state saved: {wanted.save}", soft_wrap=True)
 
 
-def submit_job(wanted: Serve, say: Callable[[str], None]) -> None:
+def submit_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
     """The same on a cluster, which has the job from here on."""
     from overlord.runtime.ray_jobs import START_S, submit
 
@@ -79,6 +79,8 @@ def submit_job(wanted: Serve, say: Callable[[str], None]) -> None:
         wanted.job, address=wanted.cluster, host=host, port=wanted.port, token=wanted.token, resume=wanted.resume, allow=wanted.allow,
         start_s=START_S if wanted.start_s is None else wanted.start_s, **wanted.options,
     )  # fmt: skip
+    if served.resumed:
+        err.print(served.resumed, soft_wrap=True, markup=False)
     say(str(served) if wanted.token is None else f"OVERLORD_ADDRESS={served.address}")
 
 

@@ -103,7 +103,7 @@ def resume_from(given: Path) -> dict[str, Any] | str:
 
 def say_resumed(session: Session, err: Console) -> None:
     if session.resumed is not None:
-        err.print(f"goes on with step {session.resumed.step}: {session.resumed.why}", soft_wrap=True)
+        err.print(str(session.resumed), soft_wrap=True, markup=False)
 
 
 def of_this_machine(path: Path) -> None:

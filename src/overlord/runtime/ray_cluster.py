@@ -29,7 +29,7 @@ from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Body, Home
 from overlord.runtime.ray_folder import Folder, environment_kept
 from overlord.runtime.ray_head import Head
-from overlord.runtime.ray_reach import MODE, Unwelcome, check_token, is_refused, reach, same_head, token_named, warn
+from overlord.runtime.ray_reach import MODE, Unwelcome, check_joined, check_token, is_refused, reach, same_head, token_named, warn
 
 try:
     with environment_kept():
@@ -55,6 +55,8 @@ PING_S = 2.0  # for the head to answer
 END_S = 15.0  # for what is under way in Ray, when the last holder leaves
 OWN = ("CPU", "GPU", "memory", "object_store_memory")  # resources that Ray counts by itself; all others have the names somebody gave them
 KEPT = "overlord-jobs"  # the namespace of jobs that live on by themselves
+HEAD = "node:__internal_head__"  # a resource that the head's node has
+ALIVE = 0  # of a node, as the head has it
 NOBODYS = "00" * 27 + "01"  # the id of no cluster
 # Ray's own settings, where nobody has said otherwise. Workers beside a busy trainer starve at Ray's niceness of 15. A driver that has lost
 # its cluster's head ends the whole program after a minute: a trainer must not die of that.
@@ -266,6 +268,8 @@ class Cluster:
                 reach(address)
                 _as_it_is_now()
                 check_token(_has_token, lambda with_token: _lets_in(address, with_token))
+                _as_it_is_now()
+                check_joined(_nodes_at(address), address)
             _as_it_is_now()
             # The pool is for workers: Ray loads Arrow in them before they do anything of ours.
             with environment_kept(), system_pool(), _loopback() if address is None else contextlib.nullcontext():
@@ -373,6 +377,9 @@ def keep(factory: type, name: str) -> Any:
         "max_concurrency": 4,
         "num_cpus": 0,
     }
+    if heads := [found["NodeID"] for found in ray.nodes() if found["Alive"] and HEAD in found["Resources"]]:
+        # Without the head the job cannot start anything; on another node it would have two machines to lose. It asks for no core.
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=heads[0], soft=True)
     return ray.remote(factory).options(**options).remote()
 
 
@@ -451,6 +458,12 @@ def _lets_in(address: str, with_token: bool) -> bool:
         except exceptions.AuthenticationError as fault:
             return "InvalidAuthToken" not in str(fault)
     return True
+
+
+def _nodes_at(address: str) -> list[tuple[str, str]]:
+    """Addresses and sockets of the nodes of a cluster that live. Ray looks for one of this machine for a minute."""
+    found = _raylet.GcsClient(address=address).get_all_node_info(timeout=PING_S)
+    return [(node.node_manager_address, node.raylet_socket_name) for node in found.values() if node.state == ALIVE]
 
 
 def head_now() -> str:

@@ -77,6 +77,11 @@ class Keeper:
         self._session = session = ov.launch(job, runtime="ray", **options | here)
         return session, session.serve(host=host or ray_cluster.here(), port=port, token=token)
 
+    def resumed(self) -> str:
+        """Where it goes on, and why there; empty for a new job."""
+        found = self._session.resumed if self._session is not None else None
+        return "" if found is None else str(found)
+
     def served(self) -> tuple[str, str]:
         """Once more: for who did not hear it."""
         if self._served is None or self._state != RUNNING:
@@ -94,7 +99,7 @@ class Keeper:
             state = f"failed: {type(fault).__name__}: {fault}"
         with contextlib.suppress(OverlordError):
             steps = session.metrics()["planned_steps"]
-            self._last = {"steps": steps, "taken": steps - 1 if state == "ended" else session._told}
+            self._last = {"steps": steps, "taken": steps - 1 if state == "ended" else session.taken}
         self._state = state
         session.close()
 
@@ -124,7 +129,7 @@ class Keeper:
         serving = session._serving
         seats = serving.seats if serving is not None else []
         return told | {
-            "steps": figures["planned_steps"], "taken": session._told, "clients": sum(seat.there for seat in seats), "parts": parts,
+            "steps": figures["planned_steps"], "taken": session.taken, "clients": sum(seat.there for seat in seats), "parts": parts,
             "scaling": tuple(f"{what}: {words}" for what, words in scaling_facts(figures.get("scaling", {}))),
         }  # fmt: skip
 
@@ -148,7 +153,9 @@ def submit(
         try:
             given = (job.name, tuple(p for p in sys.path if p), code, host, port, token)
             what = f"job {job.name!r} to begin (start_s says for how long)"
-            return Served(*ray_cluster.ask(keeper, "begin", *given, timeout_s=start_s, what=what))
+            address_there, token_there = ray_cluster.ask(keeper, "begin", *given, timeout_s=start_s, what=what)
+            resumed = ray_cluster.ask(keeper, "resumed", timeout_s=ASK_S, what=f"job {job.name!r} to say where it goes on")
+            return Served(address_there, token_there, resumed)
         except BaseException:
             ray_cluster.kill(keeper)
             raise

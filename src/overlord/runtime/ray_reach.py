@@ -6,8 +6,9 @@ import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from pathlib import Path
 
 log = logging.getLogger("overlord")
 
@@ -56,6 +57,13 @@ def _of_this_machine(address: str) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def check_joined(nodes: Collection[tuple[str, str]], address: str) -> None:
+    """A program reaches a cluster by a node of its own machine. Of each node its address, and the socket that it has on its machine."""
+    if nodes and not any(_of_this_machine(at) or Path(local).exists() for at, local in nodes):
+        there = ", ".join(sorted({at for at, _ in nodes})[:8])
+        raise Unwelcome(f"none of its nodes is on this machine (there are {there}): join it first, ray start --address={address}")
 
 
 # authentication

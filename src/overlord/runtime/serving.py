@@ -28,10 +28,11 @@ class Served(str):
     """An address, with its token. As text it is the address; printed it is two lines for the environment of the trainers."""
 
     token: str
+    resumed: str  # where the job goes on and why, of one that was submitted to a cluster; else the session knows
 
-    def __new__(cls, address: str, token: str) -> Served:
+    def __new__(cls, address: str, token: str, resumed: str = "") -> Served:
         made = super().__new__(cls, address)
-        made.token = token
+        made.token, made.resumed = token, resumed
         return made
 
     @property

@@ -159,6 +159,11 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             host, ranks = self._host, list(self._taken)
             self._pump.post(lambda: host.consumed(ranks, slowest))
 
+    @property
+    def taken(self) -> int:
+        """The last step that all ranks took, in this run or before it; -1 before the first."""
+        return max(self._told, self._start_state.step - 1)
+
     def _detach(self, rank: int) -> None:
         with self._lock:
             if (client := self._clients.pop(rank, None)) is not None and not self._clients:

@@ -61,6 +61,9 @@ class Resumed:
     step: int  # the first that it delivers
     why: str
 
+    def __str__(self) -> str:
+        return f"goes on with step {self.step}: {self.why}"
+
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
