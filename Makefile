@@ -33,7 +33,7 @@ laws: $(VENV)/.test
 
 # All that scenarios tell of jobs in several processes, kills, faults of storage and scaling among it, with the parts on Ray: half an hour,
 # since each part takes a second of CPU to start. A machine that others load needs OVERLORD_TEST_WAIT_S=150.
-# On Ray in `make test` already: control, runtime, meshes, reshard, ray. Not here: channel* and constructor_again have no runtime, control_process
+# On Ray in `make test` already: control, runtime, meshes, reshard, ray, ray_train. Not here: channel* and constructor_again have no runtime, control_process
 # and real_faults are about processes of ours, direct is refused on Ray (docs/ray.md), journal_kills and journal_store have no parts, demo and
 # examples launch by themselves (make demo RUNTIME=ray), image_places and dummy_jobs are about plans, in one process.
 ON_RAY := failover failover_constructors planner_process process images journal_resume stores store_faults storage_faults
