@@ -33,7 +33,7 @@ laws: $(VENV)/.test
 
 # All that scenarios tell of jobs in several processes, kills, faults of storage and scaling among it, with the parts on Ray: half an hour,
 # since each part takes a second of CPU to start. A machine that others load needs OVERLORD_TEST_WAIT_S=150.
-# On Ray in `make test` already: control, runtime, meshes, reshard, kills_everywhere, ray. Not here: channel*, constructor_again, journal_kills and
+# On Ray in `make test` already: control, runtime, meshes, reshard, kills_everywhere, ray, ray_places, ray_train. Not here: channel*, constructor_again, journal_kills and
 # journal_store have no parts (what is killed there is an end of a link, or a writer that the test itself forks), control_process is about
 # processes of ours, direct is refused on Ray (docs/ray.md), demo and examples launch by themselves (make demo RUNTIME=ray), image_places
 # and dummy_jobs are about plans, in one process.

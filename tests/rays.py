@@ -13,6 +13,13 @@ def missing() -> str:
     return "" if importlib.util.find_spec("ray") else "Ray is not installed: pip install -e '.[ray]'"
 
 
+def train_missing() -> str:
+    """Why Ray Train cannot be used here, which wants more than Ray; empty where it can."""
+    wanted = ("torch", "pandas", "pydantic", "fsspec", "requests")
+    lacking = ", ".join(name for name in wanted if importlib.util.find_spec(name) is None)
+    return missing() or (f"Ray Train cannot be imported without {lacking}" if lacking else "")
+
+
 @contextlib.contextmanager
 def cluster() -> Iterator[Any]:
     from overlord.runtime import ray_cluster

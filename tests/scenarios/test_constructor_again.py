@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from overlord.channel.link import Link
+from overlord.channel.link import CLOSES, Link
 from overlord.channel.server import dial
 from overlord.client.remote import LONGEST_PAUSE_S, RemoteInbox
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
@@ -311,6 +311,36 @@ def test_a_constructor_that_the_session_has_given_up_ends_its_clients() -> None:
 
     with pytest.raises(ActorLost, match=r"^constructor-host/0 is lost: killed by signal 9"):
         line.box(where).get(100.0)
+
+
+def test_a_constructor_that_closes_while_the_session_is_moved_is_asked_for_again() -> None:
+    line = Line(ActorLost("x", "gone"))
+    dial, n = line.dial, 0
+
+    def closes(address: str, *given: Any, **settings: Any) -> tuple[Any, dict[str, Any]]:
+        nonlocal n
+        n += 1
+        if n < 4:
+            raise LinkRefused(address, CLOSES)
+        line.fault = OverlordError("here is the next one")
+        return dial(address, *given, **settings)
+
+    line.dial = closes  # type: ignore[method-assign]
+    with pytest.raises(OverlordError, match="here is the next one"):
+        line.box(lambda generation: ("overlord://x:1/y", "t"), address="").get(100.0)
+    assert (n, line.time < 1.0) == (4, True)
+
+
+def test_one_that_refuses_for_another_reason_is_not() -> None:
+    line = Line(ActorLost("x", "gone"))
+
+    def refuses(address: str, *given: Any, **settings: Any) -> tuple[Any, dict[str, Any]]:
+        raise LinkRefused(address, "wrong token")
+
+    line.dial = refuses  # type: ignore[method-assign]
+    with pytest.raises(OverlordError, match=r"^wrong token$"):
+        line.box(lambda generation: ("overlord://x:1/y", "t"), address="").get(100.0)
+    assert line.time < 0.1
 
 
 def test_a_session_that_is_closed_is_not_looked_for() -> None:

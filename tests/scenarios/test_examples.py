@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import rays
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SAYS = {
@@ -26,19 +28,22 @@ SAYS = {
     "12_fsdp2.py": ["1 rank(s), 10 steps: loss 4.1", "steps 5 to 9 again, from the checkpoint: same losses: True"],
     "13_megatron_style.py": ["ranks that fetch: [0, 2] of 8; rank 0 for ranks [0, 1, 4, 5]", "last stage: cu_seqlens", "loss 4.24 to 0.01"],
     "14_vlm_torchrun.py": ["images encoded by each rank: [564, 561, 549, 540]", "loss 2.30 to 0.01"],
+    "15_ray_train.py": ["step 11, by the second group of workers: loss 0.0", "12 steps on both ranks are those of a calm run: True"],
     "06_curriculum.py": ["curriculum(column='difficulty'", "rising over the ramp: True"],
 }
 NEEDS = {"02_torch_loop.py": "torch", "12_fsdp2.py": "transformers", "13_megatron_style.py": "torch", "14_vlm_torchrun.py": "torch"}
-LONGER = ("12_", "13_", "14_")  # whole training loops, with their models
+LONGER = ("12_", "13_", "14_", "15_")  # whole training loops, with their models
 
 
 def run(path: Path, tmp_path: Path) -> str:
     """The example's output; its temporary files and its cache are bound to a folder of the test."""
     if (module := NEEDS.get(path.name)) is not None and find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
+    if path.name == "15_ray_train.py" and (why := rays.train_missing()):
+        pytest.skip(why)
     own = {"PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path), "OVERLORD_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error::ResourceWarning", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own}, cwd=tmp_path, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own}, cwd=tmp_path, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout

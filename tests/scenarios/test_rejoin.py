@@ -16,6 +16,8 @@ import pytest
 
 import overlord as ov
 from overlord.channel.dialling import dial
+from overlord.channel.link import CLOSES
+from overlord.client.remote import RemoteInbox
 from overlord.errors import LinkRefused, OverlordError
 from overlord.runtime.serving import Served
 from tests.processes import until
@@ -141,3 +143,32 @@ def test_who_asks_for_steps_that_are_gone_is_told_to_load_a_state_everywhere(run
         assert [take(client, 1)[0][0] for client in (clients[0], again)] == [0, 0]
         for client in (clients[0], again):
             client.close()
+
+
+@runtimes
+def test_who_connects_while_another_rank_moves_the_session_gets_its_steps(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was sent to a constructor that closes, and the next one is not known yet."""
+    wanted = [as_json(whole_run(job(n=60), rank)) for rank in range(2)]
+    with launch(job(n=60), runtime=runtime, prefetch=4) as session:
+        served, start = session.serve(), session.state_dict()
+        first = ov.connect(served, 0, served.token)
+        next(first)
+        link, once = RemoteInbox._connect, [LinkRefused("the old one", CLOSES)]
+
+        def closing(box: RemoteInbox, timeout_s: float) -> None:
+            if once:
+                refused = once.pop()
+                first.load_state_dict(start)
+                raise refused
+            link(box, timeout_s)
+
+        monkeypatch.setattr(RemoteInbox, "_connect", closing)
+        second = ov.connect(served, 1, served.token)
+        second.load_state_dict(start)
+        got: list[list[Any]] = [[], []]
+        for steps in zip(first, second, strict=True):
+            for rank, step in enumerate(steps):
+                got[rank].append(content(step))
+        assert [as_json(steps) for steps in got] == wanted
+        first.close()
+        second.close()

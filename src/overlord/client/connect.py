@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
+from overlord.channel.link import CLOSES
 from overlord.client.asking import FRONT_DOOR, Asking
 from overlord.client.client import Box, Client, State
 from overlord.client.remote import RemoteInbox
@@ -99,7 +100,9 @@ class _Connected:
         try:
             return self._remote(at, at["constructor"])
         except LinkRefused as refused:
-            raise OverlordError(refused.reason) from refused
+            if refused.reason != CLOSES:
+                raise OverlordError(refused.reason) from refused
+            return self._remote(at, "")  # another rank moves the session just now
         except (ActorLost, DataStall):  # it has died, perhaps, and another is started: it is looked for when a step is asked for
             return self._remote(at, "")
 

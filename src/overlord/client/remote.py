@@ -318,7 +318,11 @@ class RemoteInbox:
             self._fault = fault
             self._pause_next(SHORT_PAUSE_S if _is_replaced(fault) else LONGEST_PAUSE_S)
         except LinkRefused as refused:
-            self.end(OverlordError(refused.reason))
+            if refused.reason != CLOSES:
+                self.end(OverlordError(refused.reason))
+                return
+            self._fault = ActorLost(self._name, CLOSES)  # the session is being moved, and tells soon where
+            self._pause_next(SHORT_PAUSE_S)
         except OverlordError as over:  # the session was moved, or is closed: no step comes from there
             self.end(over)
 
