@@ -14,10 +14,14 @@ import pytest
 import overlord as ov
 from overlord.hashing import digest
 from tests import rays
-from tests.processes import Program, program, until, written
+from tests.processes import PARTS, Program, program, until, written
 from tests.scenarios.test_process import job
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(bool(rays.train_missing()), reason=rays.train_missing() or "it is there")]
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(bool(rays.train_missing()), reason=rays.train_missing() or "it is there"),
+    pytest.mark.skipif(PARTS != "ray", reason="a minute: make ray; the kill of a worker is in examples/15_ray_train.py too"),
+]
 
 STEPS, SAVES, HOLDS = 14, 4, 9  # a checkpoint behind every fourth step; the first group stands still in its tenth
 
