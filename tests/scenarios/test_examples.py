@@ -55,17 +55,11 @@ def test_an_example_says_what_it_promises_and_leaves_nothing_behind(path: Path, 
     assert [words for words in SAYS[path.name] if words not in output] == []
     left = [file.name for file in tmp_path.iterdir() if not file.name.startswith("torchinductor")]  # torch's own
     assert left == []
-
-
-def test_the_model_of_the_torch_example_learns(tmp_path: Path):
-    lines = run(ROOT / "examples" / "02_torch_loop.py", tmp_path).splitlines()
-    losses = [float(line.rsplit(" ", 1)[1]) for line in lines]
-    assert losses[-1] < 0.1 * losses[0]
-
-
-def test_an_example_prints_the_same_on_every_run(tmp_path: Path):
-    path = ROOT / "examples" / "01_local.py"
-    assert run(path, tmp_path) == run(path, tmp_path)
+    if path.name == "01_local.py":
+        assert run(path, tmp_path) == output, "it prints the same on every run"
+    if path.name == "02_torch_loop.py":
+        losses = [float(line.rsplit(" ", 1)[1]) for line in output.splitlines()]
+        assert losses[-1] < 0.1 * losses[0], "its model learns"
 
 
 def test_examples_stay_short():

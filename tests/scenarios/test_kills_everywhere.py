@@ -2,11 +2,13 @@
 at once, and each rank is handed, to the byte, what it is handed where nothing is lost.
 
 The job and its script are a scenario of the simulator, which carries it out on its virtual clock; elsewhere the same is done by
-``session.kill``. In one process there is nobody to lose: that is said, and the stream is that of the others.
+``kill -9``, the last time by ``session.kill``. In one process there is nobody to lose: that is said, and the stream is that of the others.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import overlord as ov
+from overlord.drill.run import parts
 from overlord.simulation.faults import Fault
 from overlord.simulation.history import Seen
 from overlord.simulation.running import run_scenario, undisturbed
@@ -25,6 +28,7 @@ pytestmark = pytest.mark.timeout(120)
 
 PARTS_OF = {"loader": "loader-host/1", "constructor": "constructor-host/0", "planner": "planner"}
 LOSSES = {5: ["loader"], 11: ["constructor"], 17: ["planner"], 23: ["loader", "constructor", "planner"]}
+DIED = {"process": "killed by signal 9", "ray": "its process died without a word: it was killed, crashed or ran out of memory"}
 Steps = dict[tuple[int, int], Seen]  # (rank, step) -> what that rank was handed
 
 
@@ -61,23 +65,26 @@ def lost_in_simulation(made: Scenario) -> Steps:
     return {(found.rank, found.step): found for found in seen}
 
 
+def lose(runtime: str, session: ov.Session, roles: list[str]) -> None:
+    names, pids = [PARTS_OF[role] for role in roles], parts(session)
+    assert bool(pids) == (runtime != "local")
+    for name in names:
+        if runtime == "local":
+            with pytest.raises(ov.JobError, match=f"'{name}': all actors live in this process"):
+                session.kill(name)
+        elif len(names) == 1:
+            os.kill(pids[name], signal.SIGKILL)
+        else:
+            session.kill(name)
+
+
 def lost_in(runtime: str, made: Scenario, journal: Path) -> Steps:
-    options = {**made.options, "lost_after_s": 20.0}
-    with launch(replace(made.job(), journal=str(journal)), runtime, **options) as session:
-
-        def lose(roles: list[str]) -> None:
-            for role in roles:
-                if runtime != "local":
-                    session.kill(PARTS_OF[role])
-                    continue
-                with pytest.raises(ov.JobError, match=f"'{PARTS_OF[role]}': all actors live in this process"):
-                    session.kill(PARTS_OF[role])
-
-        found = handed(session, {step: lambda roles=roles: lose(roles) for step, roles in LOSSES.items()})
-        back = Counter(row["part"] for row in session.metrics()["recoveries"])
+    with launch(replace(made.job(), journal=str(journal)), runtime, **{**made.options, "lost_after_s": 20.0}) as session:
+        found = handed(session, {step: lambda roles=roles: lose(runtime, session, roles) for step, roles in LOSSES.items()})
+        back = [(row["part"], row["reason"]) for row in session.metrics()["recoveries"]]
     if runtime != "local":
-        assert set(back) == set(PARTS_OF.values())
-        assert back["planner"] == 2
+        assert {part for part, _ in back} == set(PARTS_OF.values())
+        assert back[0] == (PARTS_OF["loader"], DIED[runtime])
     return found
 
 

@@ -1,7 +1,7 @@
 """A job on Ray: parts are killed and come back, nothing is left behind, nodes are used as asked and may go, and jobs live by themselves.
 
-The stories that all runtimes share are told on Ray where they stand (control, runtime, meshes, reshard), those of parts that are lost by
-``make ray``. A test that needs a cluster of its own has it in a program of its own.
+The stories that all runtimes share are told on Ray where they stand (control, runtime, meshes, reshard, kills_everywhere), those of parts
+that are lost otherwise by ``make ray``. A test that needs a cluster of its own has it in a program of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +40,6 @@ def pids_of(session: ov.Session) -> dict[str, int]:
 
 
 # parts that are lost
-
-
-def test_whoever_is_killed_comes_back_and_nobody_notices(calm: Played, tmp_path: Path, ray_cluster: None) -> None:
-    def hit(name: str) -> Callable[[ov.Session], None]:
-        return lambda session: os.kill(pids_of(session)[name], signal.SIGKILL)
-
-    def at_once(session: ov.Session) -> None:
-        session.kill("loader-host/1")
-        os.kill(pids_of(session)["planner"], signal.SIGKILL)
-
-    with launch(job(until=STEPS, journal=str(tmp_path / "journal")), "ray", **FEW) as session:
-        assert play(session, act={5: hit("loader-host/0"), 15: hit("constructor-host/0"), 25: at_once}) == calm
-        told = {r["part"]: r["reason"] for r in session.metrics()["recoveries"]}
-    assert {"loader-host/0", "constructor-host/0", "planner"} <= set(told), "who dies with the planner comes back with it"
-    assert told["loader-host/0"] == "its process died without a word: it was killed, crashed or ran out of memory"
 
 
 def test_a_planner_that_hangs_is_killed_for_good_before_another_writes(calm: Played, tmp_path: Path, ray_cluster: None) -> None:
