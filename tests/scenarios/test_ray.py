@@ -320,8 +320,11 @@ NODES = """
             print(where(session), flush=True)
             print(*took, flush=True)
         submit = "import sys; from overlord.runtime import ray_jobs; from tests.scenarios.test_process import job; "
-        submit += "served = ray_jobs.submit(job(until=40, name='alone'), address=sys.argv[1]); print(served.address, served.token)"
-        out = subprocess.run([sys.executable, "-c", submit, cluster.address], capture_output=True, text=True)
+        submit += "made = job(until=40, name='alone', journal=sys.argv[2]); "
+        submit += "served = ray_jobs.submit(made, address=sys.argv[1], resume=sys.argv[3] if sys.argv[3:] else None); "
+        submit += "print(served.address, served.token, served.resumed)"
+        journal = os.path.abspath("alone")
+        out = subprocess.run([sys.executable, "-c", submit, cluster.address, journal], capture_output=True, text=True)
         print(out.stdout.strip() or out.stderr.replace(chr(10), " "), flush=True)
         input()
         [found] = ray_jobs.jobs(cluster.address)
@@ -329,7 +332,7 @@ NODES = """
         ray_jobs.stop("alone", cluster.address)
         until(lambda: not any(runs(p["pid"]) for p in found.parts))
         print(ray_jobs.jobs(cluster.address), flush=True)
-        lose_who_submitted(cluster.address, submit)
+        lose_who_submitted(cluster.address, submit, journal)
         lose_the_head(cluster, calm)
         cluster.shutdown()
 
@@ -346,17 +349,18 @@ NODES = """
         except ov.DataStall as error:
             print(error, flush=True)
 
-    def lose_who_submitted(address, submit):
+    def lose_who_submitted(address, submit, journal):
         with ray_cluster.cluster(address):
-            code = submit.replace("alone", "orphan").replace("print(", "input(); print(")  # it never says what it was told
-            submitter = subprocess.Popen([sys.executable, "-c", code, address], stdin=subprocess.PIPE)
+            code = submit.replace("print(", "input(); print(")  # it never says what it was told
+            submitter = subprocess.Popen([sys.executable, "-c", code, address, journal, "auto"], stdin=subprocess.PIPE)
             until(lambda: [j.state for j in ray_jobs.jobs(address)] in (["starting"], ["running"]))
             submitter.kill()
             submitter.wait()
-            until(lambda: [j.state for j in ray_jobs.jobs(address)] == ["running"])
-            served = ray_jobs.served("orphan", address)
+            until(lambda: [(j.state, j.taken) for j in ray_jobs.jobs(address)] == [("running", 9)])
+            print(ray_cluster.ask(ray_cluster.kept_by("alone"), "resumed", timeout_s=20, what="where it goes on"), flush=True)
+            served = ray_jobs.served("alone", address)
             print(next(ov.connect(served.address, 0, token=served.token)).step, flush=True)
-            ray_jobs.stop("orphan", address)
+            ray_jobs.stop("alone", address)
 
     def lose_the_head(cluster, calm):
         got = {0: [], 1: []}
@@ -422,7 +426,8 @@ def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the
         assert there.line() == "[]"
         for client in clients:
             client.close()
-        assert there.line() == "0", "who submitted died and said nothing: whoever reaches the cluster finds out how to connect"
+        assert there.line().startswith("goes on with step 10: step 9 is the last that all ranks took")
+        assert there.line() == "10", "who submitted died and said nothing: whoever reaches the cluster finds out how to connect"
         assert there.line() == "['loader-host/0']", "started when the head was there again"
         assert there.line() == "True", "a job goes on without the cluster's head"
         said = there.line()

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
-from overlord.channel.link import CLOSES
 from overlord.client.asking import FRONT_DOOR, Asking
 from overlord.client.client import Box, Client, State
 from overlord.client.remote import RemoteInbox
@@ -99,11 +98,9 @@ class _Connected:
             )  # fmt: skip
         try:
             return self._remote(at, at["constructor"])
-        except LinkRefused as refused:
-            if refused.reason != CLOSES:
-                raise OverlordError(refused.reason) from refused
-            return self._remote(at, "")  # another rank moves the session just now
-        except (ActorLost, DataStall):  # it has died, perhaps, and another is started: it is looked for when a step is asked for
+        except (ActorLost, DataStall, LinkRefused):
+            # It has died, perhaps, and another is started; or another rank moves the session just now; or it has not the step that is
+            # wanted any more. It is asked again when a step is asked for, and that is told then: a state may be loaded before.
             return self._remote(at, "")
 
     def _remote(self, at: Mapping[str, Any], address: str) -> RemoteInbox:
