@@ -134,7 +134,9 @@ def test_a_cluster_for_one_job_leaves_nothing_behind_and_ray_says_nothing(tmp_pa
         with program(tmp_path, OWN) as own:
             tree, hosts, nice = eval(own.line())
             assert own.line() == "token 64"
-            assert set(eval(own.line())) <= LOOPBACK, "nobody on another machine reaches it"
+            listens = set(eval(own.line()))
+            assert listens
+            assert listens <= LOOPBACK, "nobody on another machine reaches it"
             assert set(nice.values()) == {os.getpriority(os.PRIO_PROCESS, 0)}, "not Ray's 15 more"
             assert len(list(scratch.glob("ov-ray-*"))) == 1, "one of its own, and what others left is gone"
             own.say("go")
@@ -231,6 +233,9 @@ JOINS = """
             del os.environ["OVERLORD_INTERFACE"]
         print(said, os.environ == before, flush=True)
         ray.init(open_one.address, log_to_driver=False, logging_level=logging.ERROR)
+        del os.environ["RAY_AUTH_MODE"]
+        refused(None)
+        os.environ["RAY_AUTH_MODE"] = "disabled"
         refused("127.0.0.1:9")
         refused("localhost:" + open_one.address.rpartition(":")[2])
         refused(service(open_one.address))
@@ -263,6 +268,8 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
         [warned], same = eval(there.line().replace(" True", ", True"))
         assert warned.startswith("the cluster is used without token authentication: whoever reaches its ports can run code in it")
         assert same, "the environment is as it was"
+        said = there.line()
+        assert "the cluster that the program connected to is not used: it asks for no token" in said
         said = there.line()
         assert "address: '127.0.0.1:9' was asked for, but this process is connected to the cluster at '127.0.0.2:" in said
         assert "by a ray.init of its own" in said

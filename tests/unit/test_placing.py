@@ -12,11 +12,13 @@ from overlord.runtime.placing import (
     Node,
     Spot,
     again,
+    at_most,
     by_one_name,
     choose,
     constructors_by_node,
     cores_for_loading,
     has_label,
+    labels_wanted,
     problems,
     without_job,
 )
@@ -148,12 +150,12 @@ def test_a_node_that_others_filled_since_has_no_room_and_what_the_job_holds_itse
     first = Node(id="n", idle_cores=8, idle_memory=1000, resources={"disk": 2}, idle_resources={"disk": 2})
     ours = [Spot(node="n", cores=1, memory=100, resources={"disk": 1})] * 2
     filled = Node(id="n", idle_cores=0, idle_memory=0, resources={"disk": 2})
-    found = without_job(first, filled, ours)
+    found = at_most(without_job(filled, ours), first)
     assert (found.idle_cores, found.idle_memory, found.idle_resources) == (2, 200, {"disk": 2})
     placed = {"loader-host/0": ours[0], "loader-host/1": ours[1]}
     assert choose("loader-host/2", [found], Layout(), placed, 100) == Spot(node="n"), "it asks for nothing"
     told_late = Node(id="n", idle_cores=8, idle_memory=1000, resources={"disk": 2}, idle_resources={"disk": 2})
-    assert without_job(first, told_late, ours) == first, "what was asked for a moment ago is not seen yet"
+    assert at_most(without_job(told_late, ours), first) == first, "what was asked for a moment ago is not seen yet"
 
 
 # labels and resources
@@ -196,3 +198,10 @@ def test_labels_and_resources_that_no_node_has_are_told_with_those_there_are() -
     [said] = problems(there, Layout(resources={"disk": 3}), 1)
     assert said.startswith("node_resources: no node of the cluster has disk=3; there are gpu-0 with")
     assert problems(there, Layout(resources={"disk": 3}, reserve=True), 1) == [], "one that has it may come"
+
+
+def test_a_machine_that_the_cluster_is_to_find_is_none_with_ranks() -> None:
+    """Their share is used up: Ray, which knows no shares, would take the rest of it, and no machine be added."""
+    layout = Layout(rank_nodes=BESIDE.rank_nodes, ranks_of=BESIDE.ranks_of, reserve=True, labels={"pool": "data"})
+    assert labels_wanted([*CPUS, *TRAINERS], layout) == {"pool": "data", "ray.io/node-id": "!in(t0,t1)"}
+    assert labels_wanted(CPUS, Layout()) == {}

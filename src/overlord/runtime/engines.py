@@ -120,10 +120,11 @@ def sized(runtime: str, job: Job, options: Options) -> Options:
     layout = replace(layout, rank_nodes=by_one_name(nodes, layout.rank_nodes))
     cores, buckets = cores_for_loading(nodes, layout), len(list(job.place.buckets("DP")))
     beside = len(set(layout.rank_nodes)) or max(1, cores // CORES_PER_CONSTRUCTOR)
+    constructors = options.constructor_hosts or min(buckets, beside)
+    hosts = options.hosts or max(1, cores - constructors)  # constructor hosts come first, and have a core each
     return replace(
-        options, hosts=options.hosts or cores, constructor_hosts=options.constructor_hosts or min(buckets, beside),
-        workers=options.workers or cores, rank_nodes=layout.rank_nodes or None,
-    )  # fmt: skip
+        options, hosts=hosts, constructor_hosts=constructors, workers=options.workers or hosts, rank_nodes=layout.rank_nodes or None
+    )
 
 
 def _refuse_nodes(options: Options, why: str) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 CONSTRUCTOR = "constructor-host"
 LOADER = "loader-host"
+NODE_ID = "ray.io/node-id"  # the label by which Ray tells its nodes apart
 _ONE_OF = re.compile(r"in\((.*)\)")
 
 
@@ -76,18 +77,23 @@ def has_label(labels: Mapping[str, str], key: str, wanted: str) -> bool:
     return (found in values) != negated
 
 
-def without_job(first: Node, now: Node, ours: Iterable[Spot]) -> Node:
-    """A machine as it would be without this job. ``ours`` is what the job holds of it; what was asked for a moment ago may not be missing
-    from the machine's figures yet, so it never seems to have more than when it was first seen."""
-    held = list(ours)
+def without_job(node: Node, ours: Iterable[Spot]) -> Node:
+    """A machine as it would be if this job did not hold these places on it."""
+    held, more = list(ours), dict.fromkeys(node.resources, 0.0)
+    for key, amount in (pair for spot in held for pair in spot.resources.items()):
+        more[key] += amount
     return replace(
-        now,
-        idle_cores=min(first.idle_cores, now.idle_cores + math.fsum(spot.cores for spot in held)),
-        idle_memory=min(first.idle_memory, now.idle_memory + sum(spot.memory for spot in held)),
-        idle_resources={
-            key: min(first.idle_resources.get(key, 0.0), idle + math.fsum(spot.resources.get(key, 0.0) for spot in held))
-            for key, idle in {**dict.fromkeys(now.resources, 0.0), **now.idle_resources}.items()
-        },
+        node, idle_cores=node.idle_cores + math.fsum(spot.cores for spot in held),
+        idle_memory=node.idle_memory + sum(spot.memory for spot in held),
+        idle_resources={key: node.idle_resources.get(key, 0.0) + amount for key, amount in more.items()},
+    )  # fmt: skip
+
+
+def at_most(node: Node, before: Node) -> Node:
+    """What was asked for a moment ago may not be missing from a machine's figures yet: so it has no more than when they had settled."""
+    return replace(
+        node, idle_cores=min(node.idle_cores, before.idle_cores), idle_memory=min(node.idle_memory, before.idle_memory),
+        idle_resources={key: min(idle, before.idle_resources.get(key, 0.0)) for key, idle in node.idle_resources.items()},
     )  # fmt: skip
 
 
@@ -137,6 +143,12 @@ def again(spot: Spot, nodes: Sequence[Node]) -> Spot | None:
     if (node := next((n for n in nodes if n.id == spot.node), None)) is None:
         return None
     return spot if spot.fits(node) else Spot(node=spot.node)
+
+
+def labels_wanted(nodes: Sequence[Node], layout: Layout) -> dict[str, str]:
+    """Of a machine that the cluster is to find: none with ranks, whose share is used up."""
+    trainers = sorted(n.id for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes))
+    return {**layout.labels, **({NODE_ID: f"!in({','.join(trainers)})"} if trainers else {})}
 
 
 def constructors_by_node(nodes_of: Sequence[Sequence[str]], hosts: int) -> list[int]:
@@ -206,6 +218,6 @@ def _told(nodes: Sequence[Node]) -> str:
 
 
 def cores_for_loading(nodes: Sequence[Node], layout: Layout) -> int:
-    """Cores that loader hosts may use in all."""
+    """Cores that loader hosts, and constructor hosts among them, may use in all."""
     trainers = {n.id for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)}
     return max(1, sum(int(n.idle_cores * (layout.share if n.id in trainers else 1.0)) for n in nodes if layout.suits(n)))

@@ -29,7 +29,18 @@ from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Body, Home
 from overlord.runtime.ray_folder import Folder, environment_kept
 from overlord.runtime.ray_head import Head
-from overlord.runtime.ray_reach import MODE, Unwelcome, check_joined, check_token, is_refused, reach, same_head, token_named, warn
+from overlord.runtime.ray_reach import (
+    MODE,
+    Unwelcome,
+    check_joined,
+    check_own_refused,
+    check_token,
+    is_refused,
+    reach,
+    same_head,
+    token_named,
+    warn,
+)
 
 try:
     with environment_kept():
@@ -55,7 +66,6 @@ PING_S = 2.0  # for the head to answer
 END_S = 15.0  # for what is under way in Ray, when the last holder leaves
 OWN = ("CPU", "GPU", "memory", "object_store_memory")  # resources that Ray counts by itself; all others have the names somebody gave them
 KEPT = "overlord-jobs"  # the namespace of jobs that live on by themselves
-HEAD = "node:__internal_head__"  # a resource that the head's node has
 ALIVE = 0  # of a node, as the head has it
 NOBODYS = "00" * 27 + "01"  # the id of no cluster
 # Ray's own settings, where nobody has said otherwise. Workers beside a busy trainer starve at Ray's niceness of 15. A driver that has lost
@@ -150,9 +160,9 @@ class Cluster:
                 else:
                     _refuse_another(address, head_now(), "by a ray.init of its own")
                     if _raylet.get_authentication_mode() != _raylet.AuthenticationMode.TOKEN:
-                        warn("the cluster that the program connected to", "whoever reaches its ports")
+                        check_own_refused()
                 self.address, self._run, self._pid = address, secrets.token_hex(4), os.getpid()
-                self._head = Head(head_now(), _ping)
+                self._head, self._nodes = Head(head_now(), _ping), []
             else:
                 _refuse_another(address, self._head.address, "for another session")
             self._holders += 1
@@ -221,13 +231,13 @@ class Cluster:
                 return
         end_process(actor, pid)
 
-    def has_process(self, actor: Any) -> bool:
-        """Whether Ray has found a process for it; one for which its node has no room has none. While the head is away nobody knows."""
-        return not self._head.answers() or bool(ray_state.actors(actor._actor_id.hex()).get("Address", {}).get("Port"))
+    def has_process(self, actor: Any) -> bool | None:
+        """Whether Ray has found a process for it; one for which its node has no room has none. None: the head is away."""
+        return bool(ray_state.actors(actor._actor_id.hex()).get("Address", {}).get("Port")) if self._head.answers() else None
 
     def nodes(self) -> list[Node]:
         """Those that live, and what they have left; while the head is away, those that lived before."""
-        if self._head.answers():
+        if self._head.answers() or (not self._nodes and self._head.wait()):
             self._nodes = [self._with_idle(node) for node in _living_nodes()]
         return self._nodes
 
@@ -377,9 +387,6 @@ def keep(factory: type, name: str) -> Any:
         "max_concurrency": 4,
         "num_cpus": 0,
     }
-    if heads := [found["NodeID"] for found in ray.nodes() if found["Alive"] and HEAD in found["Resources"]]:
-        # Without the head the job cannot start anything; on another node it would have two machines to lose. It asks for no core.
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=heads[0], soft=True)
     return ray.remote(factory).options(**options).remote()
 
 

@@ -36,6 +36,7 @@ KILLED = "killed"
 KILL_S = 8.0  # for Ray to say that an actor is gone
 CUT_S = 1.0  # between the end of a link and Ray's word that the process died, in either order
 ROOM_S = 10.0  # for a node with room: whoever waits longer is told for what
+PROCESS_S = 40.0  # for a process on a node that had room: far above what a slow disk takes to start one, far below what a launch waits
 SILENT_S = 6.0  # for Ray to say that one that was killed is gone; without a head it may say nothing
 
 
@@ -137,7 +138,7 @@ class RayControl(Peers):
         if record.place.waits:
             _after(ROOM_S, lambda: self._tell_that_it_waits(record))
         elif record.place.asks:
-            _after(ROOM_S, lambda: self._starts.do(lambda: self._ask_for_nothing(record, actor, home, code)))
+            self._look_later(record, actor, home, code)
 
     def _is_awaited(self, record: RayRecord) -> bool:
         return record.link is None and record.reason is None and not record.killed and not self._closed
@@ -149,13 +150,22 @@ class RayControl(Peers):
     def _ask_for_nothing(self, record: RayRecord, actor: Any, home: Home, code: bytes) -> None:
         """What its node had idle a moment before was given to somebody else, and Ray would wait for it as long as they have it: a job must
         not. So it takes what is idle, as one does for which there was no room to begin with."""
-        if not self._is_awaited(record) or CLUSTER.has_process(actor):
+        if not self._is_awaited(record) or (there := CLUSTER.has_process(actor)):
             return
-        log.warning("%s was not given %s on its node in %g s, and is started without", record.name, record.place.wanted, ROOM_S)
-        with record.order:
+        if there is None:
+            self._look_later(record, actor, home, code)
+            return
+        log.warning("%s was not given %s on its node in %g s, and is started without", record.name, record.place.wanted, PROCESS_S)
+        with record.order:  # a ticket of its own: one that has come to life just now is nobody
             record.actor, record.place = None, replace(record.place, num_cpus=0.0, memory=None, resources=())
+            del self._by_ticket[record.ticket]
+            record.ticket = next(self._tickets)
+            self._by_ticket[record.ticket] = record
         kill(actor)
-        self._begin(record, home, code)
+        self._begin(record, replace(home, ticket=record.ticket), code)
+
+    def _look_later(self, record: RayRecord, actor: Any, home: Home, code: bytes) -> None:
+        _after(PROCESS_S, lambda: self._starts.do(lambda: self._ask_for_nothing(record, actor, home, code)))
 
     def _whom(self, future: Future[Any]) -> str:
         if isinstance(future, Answer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from overlord.errors import DataStall, JobError, OverlordError
 from overlord.job import Job, did_you_mean
 from overlord.runtime import ray_cluster
+from overlord.runtime.machine import INTERFACE
 from overlord.runtime.serving import Served
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ class Keeper:
         job, options = ray_cluster.opened(code)
         here = {"address": ray_cluster.head_now()}  # who submitted may call the head by a name that is not known on this node
         self._session = session = ov.launch(job, runtime="ray", **options | here)
-        return session, session.serve(host=host or ray_cluster.here(), port=port, token=token)
+        return session, session.serve(host=host or os.environ.get(INTERFACE) or ray_cluster.here(), port=port, token=token)
 
     def resumed(self) -> str:
         """Where it goes on, and why there; empty for a new job."""
@@ -121,8 +123,9 @@ class Keeper:
         figures = session.metrics()
         host: Any = session._host
         asked = (host._control if hasattr(host, "_control") else host._parts.control).asked()
+        here = {"planner": ray_cluster.node_here()}  # where it has no process of its own; of a host that is lost nobody knows
         parts = tuple(
-            {"name": a["name"], "node": a.get("node") or ray_cluster.node_here(), "pid": a["pid"], "state": a["state"]}
+            {"name": a["name"], "node": a.get("node") or here.get(a["role"], ""), "pid": a["pid"], "state": a["state"]}
             | {"asked": asked.get(a["name"], {})}
             for a in figures["actors"] if a["role"] in ("host", "planner")
         )  # fmt: skip

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
+from overlord.errors import JobError
+
 log = logging.getLogger("overlord")
 
 MODE = "RAY_AUTH_MODE"
@@ -94,6 +96,14 @@ def check_token(has_token: Callable[[], bool], lets_in: Callable[[bool], bool]) 
         raise Unwelcome(f"it asks for no token, so whoever reaches its ports runs code there: start it with {MODE}=token. {REFUSE}")
     if not lets_in(True):
         raise Unwelcome(f"its token is another one than that in {WHERE}")
+
+
+def check_own_refused() -> None:
+    """Of a cluster without tokens that the program connected to by itself."""
+    if not is_refused():
+        words = f"it asks for no token, so whoever reaches its ports runs code there: {MODE}=token before ray.init. {REFUSE}"
+        raise JobError([f"the cluster that the program connected to is not used: {words}"], "launch")
+    warn("the cluster that the program connected to", "whoever reaches its ports")
 
 
 def warn(what: str, who: str) -> None:

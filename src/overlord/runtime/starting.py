@@ -4,8 +4,11 @@ process that launched the job, and whoever plans, there or elsewhere, asks for h
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,10 +24,11 @@ from overlord.runtime.hosting import Hosting
 from overlord.runtime.loaderhost import LoaderHost
 from overlord.runtime.machine import Machine
 from overlord.runtime.options import CORES_PER_CONSTRUCTOR, Options, n_cores, ring_bytes
-from overlord.runtime.placing import Layout, Node, Spot, again, choose, constructors_by_node, without_job
+from overlord.runtime.placing import Layout, Node, Spot, again, at_most, choose, constructors_by_node, labels_wanted, without_job
 from overlord.runtime.sendable import sendable
 
 PROCESS_BYTES = 2**27  # of a host before it has read anything: Python, pyarrow and what a cluster puts beside them
+SETTLED_S = 5.0  # until what was asked of a cluster is missing from the figures of its nodes
 SIDE_BY_SIDE = 8  # steps, where several hosts read: they are not equally fast at every step
 
 
@@ -109,7 +113,8 @@ class Recipes:
         self._constructor_of = np.asarray(constructor_of)
         self._born = itertools.count(1)
         self._placed: dict[str, Spot] = {}  # hosts by name, on a cluster's nodes
-        self._nodes: dict[str, Node] = {}  # as they were when first seen: later they have less, of what was asked here
+        self._nodes: dict[str, Node] = {}  # as they would be without this job, when its figures had last settled
+        self._last_start, self._placing = -math.inf, Lock()  # hosts are started by several threads
         self._kits: dict[int, SourceKit] = {}  # those that can be sent, once that is known
 
     def constructor(self, c: int) -> Handle:
@@ -138,17 +143,20 @@ class Recipes:
         nodes: list[Node] = getattr(self._control, "nodes", list)()
         if not nodes:
             return {}
-        self._nodes = {node.id: self._nodes.get(node.id, node) for node in nodes}
         layout = layout_of(self._blueprint(), self._constructor_of.tolist())
-        before = self._placed.get(name)
-        if before is None or (spot := again(before, nodes)) is None:
-            living: Collection[str] = getattr(self._control, "asked", dict)()
+        living: Collection[str] = getattr(self._control, "asked", dict)()
+        with self._placing:
+            if time.monotonic() - self._last_start > SETTLED_S:  # all that was asked for is in the figures of now
+                self._nodes = {}
             ours = [spot for host, spot in self._placed.items() if host in living and host != name]
-            free = [without_job(self._nodes[n.id], n, [s for s in ours if s.node == n.id]) for n in nodes]
-            spot = choose(name, free, layout, self._placed, memory)
-        self._placed[name] = spot
+            free = [without_job(n, [s for s in ours if s.node == n.id]) for n in nodes]
+            self._nodes = {n.id: self._nodes.get(n.id, n) for n in free}
+            before = self._placed.get(name)
+            if before is None or (spot := again(before, nodes)) is None:
+                spot = choose(name, [at_most(n, self._nodes[n.id]) for n in free], layout, self._placed, memory)
+            self._placed[name], self._last_start = spot, time.monotonic()
         asked = {"cpus": spot.cores, "memory": float(spot.memory), **spot.resources}
-        return {"node": spot.node or layout.labels or None, "resources": asked}
+        return {"node": spot.node or labels_wanted(nodes, layout) or None, "resources": asked}
 
     def _kit(self, i: int) -> SourceKit:
         blueprint = self._blueprint()

@@ -1,0 +1,28 @@
+"""What ``make demo RUNTIME=ray`` runs: parts are killed in mid-run, and the stream is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from overlord.demo.run import run_demo
+from tests import rays
+from tests.processes import PARTS
+from tests.scenarios.test_demo import STEPS, TINY
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there"),
+    pytest.mark.skipif(PARTS != "ray", reason="half a minute: make ray"),
+]
+
+
+def test_the_demonstration_on_ray_loses_parts_and_no_sample(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    run_demo(tmp_path, TINY, STEPS, Console(file=screen, width=200), "overlord demo --tiny", compute_s=0.0, runtime="ray")
+    said = " ".join(screen.getvalue().split())
+    assert re.search(r"[1-9]\d* kills?, 0 samples lost, 0 repeated, digest equal to the undisturbed run", said), said
