@@ -38,7 +38,7 @@ laws: $(VENV)/.test
 # control_process is about processes of ours, direct is refused on Ray (docs/ray.md), demo and examples launch by themselves (make demo RUNTIME=ray), image_places
 # and dummy_jobs are about plans, in one process.
 ON_RAY := failover failover_constructors real_faults planner_process process images journal_resume stores store_faults storage_faults
-ON_RAY += process_clients process_faults process_hostile serving rejoin scaling partition memory_figures ray_autoscaler ray_train ray_demo
+ON_RAY += process_clients process_faults process_hostile serving rejoin scaling partition memory_figures ray_autoscaler ray_train ray_demo ray_zombies
 ray: $(VENV)/.test
 	OVERLORD_TEST_RUNTIME=ray $(BIN)/python -m pytest $(ON_RAY:%=tests/scenarios/test_%.py)
 

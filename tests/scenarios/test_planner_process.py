@@ -226,6 +226,19 @@ def test_hosts_that_hang_with_the_planner_are_waited_for_at_the_same_time_and_by
         assert len(rows) == 1 + len(hosts), "each once: no planner was lost by waiting for the others"
 
 
+def test_when_no_planner_comes_any_more_clients_of_a_constructor_host_that_hangs_hear_it_too(journal: str) -> None:
+    with launch(job(until=STEPS, journal=journal), lost_after_s=1.0, max_restarts=0, stall_limit_s=4 * WAIT_S, **APART) as session:
+        play(session, steps=6)
+        halt(hosts_of(session)["constructor-host/1"])
+        os.kill(planner_of(session), signal.SIGKILL)
+        start = time.monotonic()
+        for rank in range(2):
+            with pytest.raises(ActorLost, match="planner is lost: "):
+                for _ in session.client(rank):
+                    pass
+        assert time.monotonic() - start < WAIT_S, "long before it would be a stall"
+
+
 def test_a_constructor_host_that_hangs_is_named_and_not_the_planner(alone: Played, journal: str) -> None:
     with launch(job(until=STEPS, journal=journal), lost_after_s=WAIT_S, **APART) as session:
         before, pid = play(session, steps=6), hosts_of(session)["constructor-host/0"]

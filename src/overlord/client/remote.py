@@ -32,6 +32,7 @@ log = logging.getLogger("overlord")
 DIAL_S = 5.0  # for one attempt
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts
 HOSTS = "constructor-host/"  # whom only the session calls so
+FOR_GOOD = (HOSTS, "planner")  # of whom the session says that they are lost when no other comes
 SHORT_PAUSE_S = 0.2  # the same while a constructor is being started: it is there in a second
 GLANCE_S = 0.2  # for an attempt while there are steps to hand out: they wait for it
 LOOK_S = 5.0  # without a word from the constructor: then the session is asked whether it is still the one
@@ -117,8 +118,10 @@ class RemoteInbox:
         self._heard_at = self._now()
         try:
             address, _ = self._where(self.generation)
-        except OverlordError:
-            return  # what it is will be heard by the link, or it is asked again
+        except OverlordError as fault:
+            if isinstance(fault, ActorLost) and fault.name.startswith(FOR_GOOD):
+                self._broke(link, fault)
+            return  # what else it is will be heard by the link, or it is asked again
         if address != self.address:
             self._broke(link, ActorLost(self._name, "another was started in its place"))
 
@@ -312,7 +315,7 @@ class RemoteInbox:
             self.address, self._token = self._where(self.generation)
             self._connect(max(0.1, min(DIAL_S, self._reconnect_s - gone)))
         except (ActorLost, DataStall) as fault:
-            if isinstance(fault, ActorLost) and fault.name.startswith(HOSTS):  # the session knows that it is gone for good
+            if isinstance(fault, ActorLost) and fault.name.startswith(FOR_GOOD):
                 self.end(fault)
                 return
             self._fault = fault

@@ -191,7 +191,7 @@ class Parts:
     def _give_up(self, error: Exception) -> None:
         """Under the lock."""
         log.error("%s", error)
-        self._over = error
+        self._over, self.absent = error, str(error)
         self._lock.notify_all()
         self._news.do(lambda: self._told(("over", error)))
 

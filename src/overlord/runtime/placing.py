@@ -81,7 +81,7 @@ def without_job(node: Node, ours: Iterable[Spot]) -> Node:
     """A machine as it would be if this job did not hold these places on it."""
     held, more = list(ours), dict.fromkeys(node.resources, 0.0)
     for key, amount in (pair for spot in held for pair in spot.resources.items()):
-        more[key] += amount
+        more[key] = more.get(key, 0.0) + amount
     return replace(
         node, idle_cores=node.idle_cores + math.fsum(spot.cores for spot in held),
         idle_memory=node.idle_memory + sum(spot.memory for spot in held),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -170,12 +171,23 @@ class PlannedEngine:
                 raise TypeError(f"a planner tells of {event!r:.80}")
 
     def _end_all(self, error: Exception) -> None:
-        """There is no planner, and there will be none: constructor hosts tell their clients, behind the steps that are complete."""
-        finish = Finish(self._parts.acked + 1, error)
+        """There is no planner, and there will be none: constructor hosts tell their clients, behind the steps that are complete. One that
+        stands still tells nobody, and no planner is there to miss it: it is ended, and its clients find that out."""
+        finish, control = Finish(self._parts.acked + 1, error), self._parts.control
         self.planner.finished = self.planner.finished or finish
-        for name, host in list(self._parts.hosts.items()):
-            if name.startswith("constructor-host/") and host.alive and not self._closed:
-                self._parts.control.tell(host, "do", [finish])
+        hosts = [h for name, h in list(self._parts.hosts.items()) if name.startswith("constructor-host/") and h.alive and not self._closed]
+        told = {host: control.call(host, "do", [finish]) for host in hosts}
+
+        def end_the_deaf() -> None:
+            for host, answer in told.items():
+                if not answer.done() and not self._closed:
+                    log.warning("%s is killed: it did not hear that the job is over", host.name)
+                    with contextlib.suppress(OverlordError):
+                        control.kill(host)
+
+        timer = threading.Timer(self._parts.blueprint.options.lost_after_s, end_the_deaf)
+        timer.daemon = True
+        timer.start()
 
     def write_beginning(self, beginning: Beginning) -> None:
         """The journal is held here until the planner takes it."""

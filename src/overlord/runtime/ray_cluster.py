@@ -416,7 +416,7 @@ def reason_of(error: BaseException) -> str:
     """Why an actor is no more, in a line: Ray says it in a paragraph."""
     if isinstance(error, exceptions.RayTaskError):
         return f"its process could not start it: {type(error.cause).__name__}: {error.cause}"
-    said = " ".join(str(error).strip().splitlines()[-1:])
+    said = " ".join(" ".join(str(error).strip().splitlines()[-1:]).split())
     if "unexpectedly exits with a connection error" in said:  # all that Ray knows of a signal, a crash or os._exit
         return DIED
     if "never ran" in said:  # what Ray says of an actor that did, when its node is gone

@@ -135,7 +135,8 @@ class Recipes:
         )  # fmt: skip
 
     def end(self, h: int, handle: Handle) -> None:
-        self._placed.pop(handle.name, None)
+        with self._placing:
+            self._placed.pop(handle.name, None)
         self._control.kill(handle)
 
     def _place(self, name: str, memory: int) -> dict[str, Any]:
