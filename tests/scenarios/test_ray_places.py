@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests import rays
-from tests.processes import program
+from tests.processes import PARTS, program
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there")]
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there"),
+    pytest.mark.skipif(PARTS != "ray", reason="half a minute: make ray; what is decided is in unit/test_placing.py"),
+]
 
 PLACES = """
     import logging, os, secrets, sys
