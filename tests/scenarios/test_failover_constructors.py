@@ -9,6 +9,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 import overlord as ov
+from overlord.client.remote import RemoteInbox
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.runtime.serving import Served
 from tests.images import job as job_with_images
@@ -212,3 +214,28 @@ def test_serving_waits_for_a_host_that_does_not_answer_and_holds_up_nobody() -> 
             os.kill(pid, signal.SIGCONT)
         thread.join(30)
         assert served
+
+
+def test_ranks_that_one_thread_plays_in_turn_do_not_wait_for_each_other_when_all_have_lost_their_constructor(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """All use up what they have before another constructor is there. The first waits for the next step; nobody asks the others, and no step
+    is planned before the new constructor knows what they have taken."""
+    made = job(until=30, place=ov.ClientPlaceTree(dp=3), journal=str(tmp_path / "journal"))
+    calm = run(replace(made, journal=None), "local")
+    with launch(made, prefetch=3, build_ahead=4, constructor_hosts=1, stall_limit_s=20.0) as session:
+        clients = [session.client(rank) for rank in range(3)]
+        got = {rank: [written(next(client))] for rank, client in enumerate(clients)}
+        until(lambda: [len(client._inbox) for client in clients] == [3, 3, 3])
+        with monkeypatch.context() as patch:
+            patch.setattr(RemoteInbox, "_look_again", lambda box: None)
+            for pid in [a["pid"] for a in session.metrics()["actors"] if a["name"] in ("planner", "constructor-host/0")]:
+                os.kill(pid, signal.SIGKILL)
+            for _ in range(3):
+                for rank, client in enumerate(clients):
+                    got[rank].append(written(next(client)))
+        for _ in range(30 - 4):
+            for rank, client in enumerate(clients):
+                got[rank].append(written(next(client)))
+    assert got == calm.steps

@@ -89,6 +89,17 @@ class RemoteInbox:
         finally:
             self._waited_s += self._now() - start
 
+    def look_around(self) -> None:
+        """Nobody asks for a step just now, and somebody else waits for one: a constructor that was lost meanwhile, and is there again, is
+        to know how far this rank is. Does nothing while it is asked."""
+        if self._mine.acquire(blocking=False):
+            try:
+                self._drain()
+                if self._link is None and not self._ended:
+                    self._look_again()
+            finally:
+                self._mine.release()
+
     def _get(self, deadline: float) -> tuple[Told, Bucket] | None:
         self._drain()
         while True:

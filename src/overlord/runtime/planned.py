@@ -121,6 +121,7 @@ class PlannedEngine:
         self, blueprint: Blueprint, state: StreamState | None, pump: Pump, generation: int = 0, *, control: Control, machine: Machine
     ):  # fmt: skip
         self._pump, self._number = pump, generation
+        self._boxes: list[InsideBox] = []  # of clients in this process
         self.on_stage: list[Callable[[Any], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
@@ -219,7 +220,9 @@ class PlannedEngine:
 
     def inbox(self, rank: int, next_step: int) -> InsideBox:
         prefetch = self._parts.blueprint.options.prefetch
-        return InsideBox(rank, lambda: self.address_for(rank), next_step=next_step, generation=self._number, prefetch=prefetch)
+        return InsideBox(
+            rank, lambda: self.address_for(rank), next_step=next_step, generation=self._number, prefetch=prefetch, beside=self._boxes
+        )
 
     def address_for(self, rank: int) -> tuple[str, str]:
         """From any thread, also while there is no planner."""

@@ -96,6 +96,7 @@ class ProcessHost(Scaling):
         )  # fmt: skip
         self._served = np.zeros(len(self._ranks), np.int64)  # attached ranks of every bucket
         self._attached: set[int] = set()
+        self._boxes: list[InsideBox] = []  # of clients in this process
         self._moves: dict[int, int] = {}  # loader -> the host it is to be opened on
         self._closed = False
         self._loaders: dict[int, Remote] = {}
@@ -303,7 +304,9 @@ class ProcessHost(Scaling):
     def inbox(self, rank: int, next_step: int) -> InsideBox:
         """Where a client in this process gets its steps: from the constructor host, as any other."""
         prefetch = self.blueprint.options.prefetch
-        return InsideBox(rank, lambda: self.address_for(rank), next_step=next_step, generation=self._number, prefetch=prefetch)
+        return InsideBox(
+            rank, lambda: self.address_for(rank), next_step=next_step, generation=self._number, prefetch=prefetch, beside=self._boxes
+        )
 
     # carrying out
 
