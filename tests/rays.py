@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import secrets
 from collections.abc import Iterator
 from typing import Any
+
+import pytest
+
+from tests.processes import PARTS
+
+# How soon a node that vanished is missed, as docs/ray.md has it.
+ATTENTIVE = {
+    "RAY_health_check_initial_delay_ms": "500", "RAY_health_check_period_ms": "500", "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}  # fmt: skip
 
 
 def missing() -> str:
@@ -18,6 +29,22 @@ def train_missing() -> str:
     wanted = ("torch", "pandas", "pydantic", "fsspec", "requests")
     lacking = ", ".join(name for name in wanted if importlib.util.find_spec(name) is None)
     return missing() or (f"Ray Train cannot be imported without {lacking}" if lacking else "")
+
+
+def by_make_ray(why: str, lacking: str = "", seconds: int = 300) -> list[pytest.MarkDecorator]:
+    """Marks of a file that `make ray` runs, and `make test` does not, which has fifteen minutes. ``lacking``: what is not installed."""
+    lacking = lacking or missing()
+    return [
+        pytest.mark.timeout(seconds),
+        pytest.mark.skipif(bool(lacking), reason=lacking or "it is there"),
+        pytest.mark.skipif(PARTS != "ray", reason=f"{why}: make ray"),
+    ]
+
+
+def of_a_cluster(**more: str) -> dict[str, str]:
+    """The environment of a program that makes a cluster by Ray's own utility; before it imports Ray."""
+    plain = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **plain, **more}
 
 
 @contextlib.contextmanager

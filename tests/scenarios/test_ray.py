@@ -282,12 +282,10 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
 # a cluster of several nodes
 
 NODES = """
-    import os, secrets, subprocess, sys, time
-    os.environ.update(
-        RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0",
-        RAY_health_check_initial_delay_ms="500", RAY_health_check_period_ms="500", RAY_health_check_timeout_ms="1000",
-        RAY_health_check_failure_threshold="3", RAY_gcs_storage="rocksdb", RAY_gcs_storage_path=os.path.abspath("gcs"),
-    )
+    import os, subprocess, sys, time
+    from tests import rays
+    on_disk = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": os.path.abspath("gcs")}
+    os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE, **on_disk))
     import overlord as ov
     from overlord.runtime import ray_cluster, ray_head, ray_jobs
     from tests.processes import hosts_of, launch, play, run, runs, until, written

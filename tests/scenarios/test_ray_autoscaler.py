@@ -8,24 +8,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from tests import rays
-from tests.processes import PARTS, program
+from tests.processes import program
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there"),
-    pytest.mark.skipif(PARTS != "ray", reason="half a minute: make ray"),
-]
+pytestmark = rays.by_make_ray("half a minute")
 
 GROWS = """
-    import contextlib, ctypes, json, os, secrets, shutil, socket, subprocess, sys, tempfile
+    import contextlib, ctypes, json, os, shutil, socket, subprocess, sys, tempfile
     from pathlib import Path
-    os.environ.update(
-        RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0",
-        AUTOSCALER_UPDATE_INTERVAL_S="1", RAY_FAKE_CLUSTER="1", RAY_gcs_rpc_server_reconnect_timeout_s="5",
-    )
+    from tests import rays
+    quick = {"AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1", "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+    os.environ.update(rays.of_a_cluster(**quick))
     import overlord as ov
     from tests.processes import WAIT_S, launch, play, run, until
     from tests.scenarios.test_scaling import ONE, job, loaders_apart

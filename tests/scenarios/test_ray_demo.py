@@ -6,19 +6,13 @@ import io
 import re
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from overlord.demo.run import run_demo
 from tests import rays
-from tests.processes import PARTS
 from tests.scenarios.test_demo import STEPS, TINY
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there"),
-    pytest.mark.skipif(PARTS != "ray", reason="half a minute: make ray"),
-]
+pytestmark = rays.by_make_ray("half a minute")
 
 
 def test_the_demonstration_on_ray_loses_parts_and_no_sample(tmp_path: Path) -> None:

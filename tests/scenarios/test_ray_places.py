@@ -5,24 +5,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests import rays
-from tests.processes import PARTS, program
+from tests.processes import program
 
-pytestmark = [
-    pytest.mark.timeout(180),
-    pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there"),
-    pytest.mark.skipif(PARTS != "ray", reason="half a minute: make ray; what is decided is in unit/test_placing.py"),
-]
+pytestmark = rays.by_make_ray("half a minute; what is decided is in unit/test_placing.py")
 
 PLACES = """
-    import logging, os, secrets, sys
-    os.environ.update(
-        RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0",
-        RAY_health_check_initial_delay_ms="500", RAY_health_check_period_ms="500", RAY_health_check_timeout_ms="1000",
-        RAY_health_check_failure_threshold="3",
-    )
+    import logging, os, sys
+    from tests import rays
+    os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
     import overlord as ov
     from overlord.runtime import ray_cluster, ray_control
     from tests.processes import launch, play, run, until

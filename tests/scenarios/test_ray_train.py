@@ -14,14 +14,10 @@ import pytest
 import overlord as ov
 from overlord.hashing import digest
 from tests import rays
-from tests.processes import PARTS, Program, program, until, written
+from tests.processes import Program, program, until, written
 from tests.scenarios.test_process import job
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(bool(rays.train_missing()), reason=rays.train_missing() or "it is there"),
-    pytest.mark.skipif(PARTS != "ray", reason="a minute: make ray; the kill of a worker is in examples/15_ray_train.py too"),
-]
+pytestmark = rays.by_make_ray("a minute; the kill of a worker is in examples/15_ray_train.py too", rays.train_missing())
 
 STEPS, SAVES, HOLDS = 14, 4, 9  # a checkpoint behind every fourth step; the first group stands still in its tenth
 
@@ -84,8 +80,9 @@ SERVED = """
 """
 
 TOKEN = """
-    import os, secrets
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0")
+    import os
+    from tests import rays
+    os.environ.update(rays.of_a_cluster())
 """
 
 SUBMITTED = """

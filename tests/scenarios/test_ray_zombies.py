@@ -9,24 +9,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from tests import rays
-from tests.processes import PARTS, program
+from tests.processes import program
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there"),
-    pytest.mark.skipif(PARTS != "ray", reason="half a minute: make ray"),
-]
+pytestmark = rays.by_make_ray("half a minute")
 
 STANDS_STILL = """
-    import json, os, secrets, signal
-    os.environ.update(
-        RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0",
-        RAY_health_check_initial_delay_ms="500", RAY_health_check_period_ms="500", RAY_health_check_timeout_ms="1000",
-        RAY_health_check_failure_threshold="3",
-    )
+    import json, os, signal
+    from tests import rays
+    os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
     from overlord.runtime import ray_cluster, ray_control
     from tests.processes import halt, launch, play, run, runs, until
     from tests.scenarios.test_process import job

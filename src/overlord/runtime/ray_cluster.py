@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Body, Home
 from overlord.runtime.ray_folder import Folder, environment_kept
 from overlord.runtime.ray_head import Head
+from overlord.runtime.ray_place import Place
 from overlord.runtime.ray_reach import (
     MODE,
     Unwelcome,
@@ -83,44 +84,12 @@ class Hosted(Body):
         return self.live(home, here() if far else "", lambda: opened(code))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """What Ray is told of where an actor is to be."""
-
-    num_cpus: float = 0.0
-    memory: float | None = None
-    resources: tuple[tuple[str, float], ...] = ()
-    node: str | None = None  # its id
-    labels: tuple[tuple[str, str], ...] = ()  # that a node must have; where none is named
-
-    @property
-    def asks(self) -> bool:
-        """Whether it is given a process only where there is room for it."""
-        return self.num_cpus > 0 or bool(self.memory) or bool(self.resources)
-
-    @property
-    def waits(self) -> bool:
-        """Whether it is Ray that finds a node, and waits until one has room."""
-        return self.node is None and (self.asks or bool(self.labels))
-
-    @property
-    def wanted(self) -> str:
-        """What is asked for, in words."""
-        found = f"{self.num_cpus:g} core{'s' * (self.num_cpus != 1)} and {(self.memory or 0.0) / 2**20:.0f} MB"
-        return found + "".join(f" and {key}={value:g}" for key, value in self.resources) + "".join(f", {k}={v}," for k, v in self.labels)
-
-    def actor(self, **named: str) -> Any:
-        """What Ray makes actors of; what it does not take is said here."""
-        found: dict[str, Any] = {"num_cpus": self.num_cpus, "max_restarts": 0, "max_task_retries": 0, **named}
-        if self.memory:
-            found["memory"] = self.memory
-        if self.resources:
-            found["resources"] = dict(self.resources)
-        if self.labels:
-            found["label_selector"] = dict(self.labels)
-        if self.node:
-            found["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=self.node, soft=False)
-        return ray.remote(Hosted).options(**found)
+def actor_of(place: Place, **named: str) -> Any:
+    """What Ray makes actors of; what it does not take is said here."""
+    found = place.options() | named
+    if place.node:
+        found["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=place.node, soft=False)
+    return ray.remote(Hosted).options(**found)
 
 
 def _ping() -> None:
@@ -216,7 +185,7 @@ class Cluster:
         if place.num_cpus:  # it would wait for what those have that wait for it
             self._make_room(place.node)
         named = {"name": f"{name}#{next(self._numbers)}", "namespace": f"overlord-{job}-{self._run}"}
-        return place.actor(**named).remote()
+        return actor_of(place, **named).remote()
 
     def _make_room(self, node: str | None) -> None:
         for entry in [e for e in self._idle if e[0][2].num_cpus and node in (None, e[0][2].node)]:

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,8 @@ from overlord.runtime.machine import Machine, Networked
 from overlord.runtime.peers import PeerRecord, Peers
 from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Home, this_machine
-from overlord.runtime.ray_cluster import CLUSTER, Key, Place, end_process, here, kill, pickled, reason_of
+from overlord.runtime.ray_cluster import CLUSTER, Key, actor_of, end_process, here, kill, pickled, reason_of
+from overlord.runtime.ray_place import Place, no_room
 
 log = logging.getLogger("overlord")
 
@@ -103,7 +104,7 @@ class RayControl(Peers):
             labels=tuple(sorted(labels.items())),
         )  # fmt: skip
         try:
-            place.actor()
+            actor_of(place)
         except (TypeError, ValueError) as fault:
             raise JobError([f"resources: {dict(resources)!r} is nothing that Ray can give: {fault}"], f"actor {name!r}") from fault
         return place
@@ -278,12 +279,6 @@ class RayControl(Peers):
 
     def _at_exit(self) -> None:
         self.shutdown(HURRY_S)
-
-
-def no_room(place: Place, nodes: Sequence[Node]) -> str:
-    """What is waited for where Ray was asked for more than any node has idle."""
-    idle = ", ".join(f"{n.name or n.address} {n.idle_cores:g} cores and {n.idle_memory / 2**20:.0f} MB" for n in nodes)
-    return f"a node with {place.wanted} idle (there are {idle or 'none'}): an autoscaler may add one, or others leave"
 
 
 def _after(seconds: float, act: Callable[[], None]) -> None:
