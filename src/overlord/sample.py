@@ -239,9 +239,8 @@ def cut_rows(column: Column, start: int, stop: int) -> Column:
 
 def join_rows(parts: Sequence[Column]) -> Column:
     """Columns one after another. Where some hold lists and others numbers, a number counts as a list of one."""
-    flat = [p for p in parts if isinstance(p, np.ndarray)]
-    if len(flat) == len(parts):
-        return np.concatenate(flat)
+    if Ragged not in set(map(type, parts)):
+        return np.concatenate(parts)  # type: ignore[arg-type]
     return Ragged.concat([p if isinstance(p, Ragged) else Ragged(p, np.arange(len(p) + 1)) for p in parts])
 
 

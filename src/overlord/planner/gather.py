@@ -27,11 +27,8 @@ class Joined:
         self.where = np.array([i for i, _ in pieces], np.int64)  # source of each piece
         self.sizes = np.array([p.stop - p.start for p in self.parts], np.int64)
         self.at = np.array([p.at[:3] for p in self.parts], np.int64).reshape(-1, 3)  # epoch, group, window of each piece
-        self.file, self.row, self.part = (self._column(name) for name in ("file", "row", "part"))
-
-    def _column(self, name: str) -> np.ndarray:
-        columns = [getattr(p.found, name)[p.start : p.stop] for p in self.parts]
-        return np.concatenate(columns) if columns else np.zeros(0, np.int64)
+        ids = np.concatenate([p.ids[p.start : p.stop] for p in self.parts] or [np.zeros((0, 3), np.int64)])
+        self.file, self.row, self.part = np.ascontiguousarray(ids.T)
 
     def cursors_behind(self, cursors: np.ndarray) -> np.ndarray:
         """The cursors when all samples are drawn: a source's last piece ends at its cursor."""

@@ -27,6 +27,7 @@ class _Segment:
     loader: np.ndarray | int  # who holds each sample
     tokens: np.ndarray  # running sum, with a leading 0
     bad_at: np.ndarray  # how many samples of the segment stand before each quarantined row
+    ids: np.ndarray  # int64 [n, 3]: file, row and part of each, side by side, since steps are joined of hundreds of short runs
     size: int
     start: int = 0  # samples already taken
 
@@ -49,6 +50,7 @@ class Piece(NamedTuple):
     at: Cursor  # epoch, group, window
     found: Found
     loader: np.ndarray | int
+    ids: np.ndarray
     start: int
     stop: int
 
@@ -183,7 +185,8 @@ class SourceStream:
         lengths = found.meta["tokens"]
         assert isinstance(lengths, np.ndarray)
         np.cumsum(lengths, out=tokens[1:])
-        self._segments.append(_Segment(self._at, found, loader, tokens, bad_at, len(found)))
+        ids = np.stack([found.file, found.row, found.part], axis=1, dtype=np.int64)
+        self._segments.append(_Segment(self._at, found, loader, tokens, bad_at, ids, len(found)))
         self._ready += len(found)
         self._epoch_has_sample |= len(found) > 0
 
@@ -246,7 +249,7 @@ class SourceStream:
             a = segment.start
             segment.start = b = min(a + n, segment.size)
             if b > a:
-                pieces.append(Piece(segment.at, segment.found, segment.loader, a, b))
+                pieces.append(Piece(segment.at, segment.found, segment.loader, segment.ids, a, b))
             if len(segment.bad_at):
                 bad += _bad_rows(segment, np.flatnonzero((segment.bad_at < b) & (segment.bad_at >= a)))
             n -= b - a
@@ -261,7 +264,7 @@ class SourceStream:
 
     def ahead(self) -> list[Piece]:
         """Everything that is ready, left where it is."""
-        return [Piece(s.at, s.found, s.loader, s.start, s.size) for s in self._segments if s.left]
+        return [Piece(s.at, s.found, s.loader, s.ids, s.start, s.size) for s in self._segments if s.left]
 
     def rest(self) -> list[BadRow]:
         """Failures behind the last sample taken: of an exhausted source those at its end, of a broken one those that broke it.

@@ -26,7 +26,7 @@ from overlord.errors import FrameError
 from overlord.runtime.actor import ITSELF, Performer, exit_code
 
 _NUMBER = struct.Struct("<Q")
-_HANGUP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+HANGUP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 _kept: list[socket.socket] = []  # the parent takes the end of the socket for the end of the process, so it must not come sooner
 
 
@@ -105,7 +105,7 @@ def _take_over(environ: Mapping[str, str]) -> None:
 def _watch(sock: socket.socket) -> None:
     """Ends the process with its parent, whatever the main thread is doing."""
     poller, parent = select.poll(), multiprocessing.parent_process()
-    poller.register(sock, _HANGUP)
+    poller.register(sock, HANGUP)
     if parent is not None and hasattr(os, "pidfd_open"):
         try:  # a copy of the parent that was forked (a DataLoader's worker) holds the socket open, but not this
             poller.register(os.pidfd_open(parent.pid), select.POLLIN)  # type: ignore[arg-type]

@@ -7,21 +7,22 @@ is pickled, and what works between processes works here. Nothing of Ray is impor
 from __future__ import annotations
 
 import os
+import select
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
-from overlord.channel.link import TIMEOUT, Link
+from overlord.channel.link import TIMEOUT, SocketLink
 from overlord.channel.server import dial
 from overlord.errors import ActorLost, FrameError
 from overlord.runtime.actor import ITSELF, Performer, exit_code
 from overlord.runtime.machine import INTERFACE, NODE
+from overlord.runtime.process_actor import HANGUP
 
 DIAL_S = 30.0  # for the one who wanted it to answer
 REPLY_S = 60.0  # for it to take an answer: far above what it needs while it lives
@@ -75,17 +76,26 @@ def _made(factory: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 class Line:
-    """The actor's end of the link. A thread of its own reads: when the link ends, so does the process, even in the middle of a method."""
+    """The actor's end of the link. A thread of its own watches it: when the link ends, so does the process, even in the middle of a method.
+    Calls are read by who performs them: a host hears of every step, and to hand that from thread to thread costs as much as to read it."""
 
-    def __init__(self, link: Link):
+    def __init__(self, link: SocketLink):
         self._link, self._leaving = link, False
         self.faulty = False  # whether it could not be made, or did not close well
-        self._calls: SimpleQueue[Call] = SimpleQueue()
-        threading.Thread(target=self._read, name="overlord-calls", daemon=True).start()
+        threading.Thread(target=self._watch, name="overlord-watch", daemon=True).start()
 
     def serve(self, performer: Performer) -> None:
-        while (call := self._calls.get())[0] != ITSELF:
+        while (call := self._next_call())[0] != ITSELF:
             performer.perform(*call)
+
+    def _next_call(self) -> Call:
+        try:
+            while (call := self._link.recv(LOOK_S)) is TIMEOUT:
+                pass
+        except (ActorLost, FrameError):
+            self._end()
+            raise SystemExit(1) from None
+        return call
 
     def reply(self, number: int, header: bytes, columns: list[np.ndarray]) -> None:
         self.faulty = self.faulty or number == ITSELF
@@ -94,13 +104,11 @@ class Line:
         except ActorLost:
             self._end()
 
-    def _read(self) -> None:
-        try:
-            while True:
-                if (call := self._link.recv(LOOK_S)) is not TIMEOUT:
-                    self._calls.put(call)
-        except (ActorLost, FrameError):
-            self._end()
+    def _watch(self) -> None:
+        poller = select.poll()
+        poller.register(self._link.fileno(), HANGUP)
+        poller.poll()
+        self._end()
 
     def _end(self) -> None:
         """There is nobody to work for. This also ends one that Ray takes for dead and that lives: who wanted it has hung up."""
