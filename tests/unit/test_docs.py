@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 import overlord as ov
 from overlord.runtime.bootstrap import Options
@@ -177,6 +178,21 @@ def test_every_field_stands_in_the_page_on_jobs_with_its_default(cls: type):
         said = listed[name]
         if default is not MISSING and default is not None and re.fullmatch(r'[\d.]+|".*"|\(.*\)|True|False', said):
             assert said.replace('"', "'") in (repr(default), repr(default).removesuffix(".0")), name
+
+
+def test_the_manifest_for_kuberay_has_the_pinned_ray_and_the_settings_of_the_page_on_clusters():
+    """What the operator makes of it was tried by hand; what may drift apart is seen here."""
+    cluster = yaml.safe_load(blocks(ROOT / "docs/deploy/kuberay.md", "yaml")[0])
+    pinned = re.search(r'^ray = \["ray==([\d.]+)"\]$', text_of(ROOT / "pyproject.toml"), re.MULTILINE)
+    assert pinned is not None
+    assert cluster["spec"]["rayVersion"] == pinned[1]
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    by_hand = text_of(ROOT / "docs/deploy/cluster.md")
+    for group in groups:
+        (container,) = group["template"]["spec"]["containers"]
+        settings = {e["name"]: e["value"] for e in container["env"] if e["name"].startswith(("RAY_", "ARROW_"))}
+        assert [name for name, value in settings.items() if f"{name}={value}" not in by_hand] == []
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values()), "the operator takes texts alone"
 
 
 def test_the_files_of_the_paper_map_exist():
