@@ -31,6 +31,7 @@ from overlord.constructor.wide import Wide
 from overlord.errors import ActorLost, DataStall, OverlordError, PlanError, StateMismatch
 from overlord.hashing import digest
 from overlord.messages import Sealed, Told
+from overlord.runtime.delivery import MOVED
 from overlord.torch.frames import Wire, as_said
 from overlord.torch.groups import Service
 from overlord.torch.leaving import Farewells
@@ -135,15 +136,14 @@ class BroadcastClient(Client):
                 step.step, "let the strategy name the same axes in every step, or pass broadcast=False",
             )  # fmt: skip
 
-    def _hear(self, what: str) -> dict[str, Any]:
-        if self._early:
-            return self._early.popleft()
+    def _hear(self, what: str, *, loading: bool = False) -> dict[str, Any]:
+        """The next frame. ``loading``: that the session moved while the fetcher took a step ahead is no error to who follows it there."""
         try:
-            frame = self._wire.hear(what)
+            frame = self._early.popleft() if self._early else self._wire.hear(what)
         except BaseException as error:
             self._over = error if isinstance(error, Exception) else self._over
             raise
-        if frame["kind"] == "error":
+        if frame["kind"] == "error" and not (loading and MOVED in str(frame["error"])):
             self._over = frame["error"]
             raise frame["error"]
         return frame
@@ -163,7 +163,7 @@ class BroadcastClient(Client):
         """What became of the fetcher's own attempt. It may have been some steps ahead: they are over, or to come if it was refused."""
         steps: list[dict[str, Any]] = []
         for _ in range(LOOK):
-            frame = self._hear("that it loaded the state")
+            frame = self._hear("that it loaded the state", loading=True)
             if frame["kind"] == "loaded":
                 self._early.clear()
                 return frame

@@ -170,6 +170,34 @@ def ranks_that_do_different_things_are_told(out: Path) -> None:
     client.close()
 
 
+def a_fetcher_that_is_ahead_when_the_session_moves_is_followed(out: Path) -> None:
+    """One group loads. The fetcher of the other is at the next step, and says so; who is served by it loads before it has heard that."""
+    with joined() as client:
+        next(client)
+        state = client.state_dict()
+        dist.barrier()
+        if client.service.fetcher == 0:
+            client.load_state_dict(state)
+        dist.barrier()
+        if client.service.fetcher != 0:
+            if client.service.fetches:
+                while "another rank moved the session" not in (said := _next_or_error(client)):
+                    assert not said, said
+            else:
+                time.sleep(1.0)
+            client.load_state_dict(state)
+        assert next(client).step == 1
+        dist.barrier()
+
+
+def _next_or_error(client: Any) -> str:
+    try:
+        next(client)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
 def a_prefetching_thread_takes_steps_ahead_and_may_leave_early(out: Path) -> None:
     client = joined()
     with ot.DevicePrefetcher(client, "cpu", depth=3) as steps:
@@ -323,7 +351,8 @@ CHECKS: dict[str, Callable[[Path], None]] = {
         all_ranks_end_with_the_stream, an_error_of_the_job_is_raised_on_all_ranks, an_error_in_the_first_plan_is_raised_on_all_ranks,
         a_plan_that_broadcasts_otherwise_is_refused_on_all_ranks, a_session_that_is_closed_ends_all_ranks,
         a_fetcher_need_not_wait_for_those_it_serves, a_loaded_state_moves_all_ranks, a_loaded_state_goes_on_behind_an_end,
-        a_state_that_does_not_fit_is_refused_on_all_ranks, a_prefetching_thread_takes_steps_ahead_and_may_leave_early,
+        a_state_that_does_not_fit_is_refused_on_all_ranks, a_fetcher_that_is_ahead_when_the_session_moves_is_followed,
+        a_prefetching_thread_takes_steps_ahead_and_may_leave_early,
         ranks_that_do_different_things_are_told, reports_of_served_ranks_arrive,
         a_refused_state_costs_no_step_that_was_taken_ahead, a_fetcher_may_close_while_the_end_is_not_yet_heard_by_all,
         who_closes_twice_leaves_once, a_served_rank_has_its_state_behind_an_error_after_it_loaded_one,
