@@ -76,8 +76,8 @@ def _made(factory: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 class Line:
-    """The actor's end of the link. A thread of its own watches it: when the link ends, so does the process, even in the middle of a method.
-    Calls are read by who performs them: a host hears of every step, and to hand that from thread to thread costs as much as to read it."""
+    """The actor's end of the link. Calls are read by who performs them, as in ``process_actor``; a thread of its own watches for the end of
+    the link, with which the process ends, even in the middle of a method."""
 
     def __init__(self, link: SocketLink):
         self._link, self._leaving = link, False
