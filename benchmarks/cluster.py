@@ -48,10 +48,9 @@ THEIRS = (MIXED, "ray-data-list")
 TOKENS = {"null": 45_000_000, "tokenized": 20_000_000}
 MICROBATCHES = {"null": 16, "tokenized": 4}  # of a rank in a step: tokenizing reads ahead, and that must be little beside what is delivered
 RANKS_OF = {"tokenized": 1}  # of the numbers of ranks, the last so many: it hardly depends on them
-MOST_ONE = 25  # sources in a process each
+FEW_ONE, MOST_ONE = 25, 100  # sources in a process each: wherever there are so few, and once, with the most ranks, up to so many
 ONE_REASON = "One source a host above {most} sources is left out: this machine has {gb:.0f} GB and {cores} cores."
 ONE_COST = "One such host more took {mb:.0f} MB, {idle:.2%} of a core at rest and {first:.2f} s to the first step: the rows at {n} sources."
-EXTRA_PEERS = (BARE, ON_RAY, ONE)
 CLOSE = 0.15  # of CPU beside another's: single runs differ by as much
 EARLY = 0.9  # times the bare loop: nobody does the job for less, so it was done before
 TARGETS = {"x": 3.0, "hosts_mb": 2e9 / 2**20, "first_s": 20.0}
@@ -103,17 +102,16 @@ class Setting:
 
 
 def settings_of(jobs: Sequence[str], sources: Sequence[int], ranks: Sequence[int], peers: Sequence[str], repeats: int = 1) -> list[Setting]:
-    """Every combination; one source a host where there are few of them, and once more with as many as are sensible."""
+    """Every combination; one source a host where there are few of them, and once with as many as this machine has memory for."""
     made = []
     for job in jobs:
         for n in sources:
             for r in ranks[-RANKS_OF.get(job, len(ranks)) :]:
-                left_out = {ONE} if n > MOST_ONE else set()
+                once = n <= MOST_ONE and (job, r) == (jobs[0], ranks[-1])
+                left_out = set() if n <= FEW_ONE or once else {ONE}
                 left_out |= set(THEIRS) if r != ranks[-1] else set()  # they take long, whatever the ranks
-                left_out |= {AUTO} if n <= MOST_ONE else set()  # with few sources it is the same
+                left_out |= {AUTO} if n <= FEW_ONE else set()  # with few sources it is the same
                 made.append(Setting(job, n, r, [p for p in peers if p not in left_out], repeats=repeats))
-    if ONE in peers and max(sources) > MOST_ONE and MOST_ONE not in sources:
-        made.append(Setting(jobs[0], MOST_ONE, ranks[-1], [p for p in EXTRA_PEERS if p in peers], repeats=repeats))
     return made
 
 

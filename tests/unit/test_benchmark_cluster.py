@@ -55,10 +55,10 @@ def test_what_lost_its_parent_is_found_and_ended_by_its_id() -> None:
 
 
 def test_one_source_a_host_is_measured_with_few_sources_and_left_out_with_a_reason() -> None:
-    made = cluster.settings_of(["null", "tokenized"], [5, 300], [2, 8], ["bare", "overlord-ray", "overlord-ray-one"])
+    made = cluster.settings_of(["null", "tokenized"], [5, 100, 300], [2, 8], ["bare", "overlord-ray", "overlord-ray-one"])
     of_one = [(s.job, s.n_sources, s.ranks) for s in made if cluster.ONE in s.peers]
-    assert of_one == [("null", 5, 2), ("null", 5, 8), ("tokenized", 5, 8), ("null", cluster.MOST_ONE, 8)]
-    assert "above 25 sources is left out" in cluster.one_note(made)
+    assert of_one == [("null", 5, 2), ("null", 5, 8), ("null", 100, 8), ("tokenized", 5, 8)]
+    assert "above 100 sources is left out" in cluster.one_note(made)
     made[0].runs = [
         outcome("overlord-ray", 1, len(PARTS) * 100, processes=5),
         outcome("overlord-ray-one", 1, len(PARTS) * 2600, processes=30),

@@ -16,6 +16,7 @@ from overlord.simulation.virtual import SimMachine
 from overlord.simulation.world import Process
 
 STEP_S = 0.03  # median of what a trainer computes between two steps
+MOST_S = 60.0  # one that is slow computes no longer: what it began would outlast the fault, and the wait for it be told as ours
 ASK_S = 1.0
 
 
@@ -112,7 +113,7 @@ class Trainer:
         seat.history.add(now, "took", rank=self.rank, step=step, session=self.session)
         seat.took(self.rank, step, told.after)
         world = self._machine.world
-        world.at(world.delay(STEP_S) * self.slow, lambda: self._computed(step), self.process)
+        world.at(min(MOST_S, world.delay(STEP_S) * self.slow), lambda: self._computed(step), self.process)
 
     def _computed(self, step: int) -> None:
         self._seat.reports(self.rank, step)
