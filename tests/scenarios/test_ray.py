@@ -71,6 +71,41 @@ def test_whoever_asks_for_more_than_there_is_hears_what_is_waited_for(ray_cluste
         control.kill(greedy)
 
 
+def test_one_that_is_killed_after_it_has_left_is_nobodys_process_any_more(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline of a shutdown may pass between the two: the process is idle then, and the next session's."""
+    from overlord.runtime.ray_cluster import CLUSTER
+
+    one = rays.control()
+    left = one.spawn(dict, name="left")
+    assert one.get(one.call(left, "copy"), 60.0) == {}
+    pid, given = one.pid_here(left), CLUSTER.give_back
+
+    def late(*entry: Any) -> None:
+        given(*entry)
+        one._kill(left._record)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CLUSTER, "give_back", late)
+        one.shutdown()
+    with rays.control() as other:
+        again = other.spawn(dict, name="left")
+        assert other.get(other.call(again, "copy"), 60.0) == {}
+        assert other.pid_here(again) == pid
+
+
+def test_a_process_that_died_while_it_waited_for_an_actor_is_replaced(ray_cluster: None) -> None:
+    with rays.control() as one:
+        first = one.spawn(dict, name="waits")
+        assert one.get(one.call(first, "copy"), 60.0) == {}
+        pid = one.pid_here(first)
+    os.kill(pid, signal.SIGKILL)
+    assert not left_after([pid], GONE_S)
+    with rays.control() as other:
+        again = other.spawn(dict, name="waits")
+        assert other.get(other.call(again, "copy"), 60.0) == {}
+        assert other.pid_here(again) != pid
+
+
 # a cluster of one's own
 
 OWN = """

@@ -162,30 +162,30 @@ class Cluster:
 
     # actors
 
-    def start(self, key: Key, home: Home, code: bytes, wanted: Callable[[], bool]) -> tuple[Any, Future[Any]] | None:
-        """An actor, and its life: done when that is over; None: nobody wants it any more. Waits for the head. Under the lock: Ray starts a
-        cluster for who asks when it is gone."""
+    def start(self, key: Key, home: Home, code: bytes, wanted: Callable[[], bool]) -> tuple[Any, Future[Any], bool] | None:
+        """An actor, its life, which is done when that is over, and whether its process waited for it; None: nobody wants it any more.
+        Waits for the head. Under the lock: Ray starts a cluster for who asks when it is gone."""
         if not self._head.wait(wanted):
             return None
         with self._lock:
             if not self._holders:
                 raise OverlordError("the cluster was released")
-            actor = self._process(key)
+            actor, waited = self._process(key)
             life: Future[Any] = actor.begin.remote(home, self.far, code).future()
-        return actor, life
+        return actor, life, waited
 
-    def _process(self, key: Key) -> Any:
+    def _process(self, key: Key) -> tuple[Any, bool]:
         """Of an actor of the same name that has left (a session that goes back starts all its parts again), or a new one. A name is used
         once: Ray keeps that of an actor that was killed for as long as somebody remembers it."""
         for i, (of, actor, _) in enumerate(self._idle):
             if of == key:
                 del self._idle[i]
-                return actor
+                return actor, True
         job, name, place = key
         if place.num_cpus:  # it would wait for what those have that wait for it
             self._make_room(place.node)
         named = {"name": f"{name}#{next(self._numbers)}", "namespace": f"overlord-{job}-{self._run}"}
-        return actor_of(place, **named).remote()
+        return actor_of(place, **named).remote(), False
 
     def _make_room(self, node: str | None) -> None:
         for entry in [e for e in self._idle if e[0][2].num_cpus and node in (None, e[0][2].node)]:
@@ -379,6 +379,11 @@ def ask(actor: Any, method: str, *args: Any, timeout_s: float, what: str) -> Any
         ) from None
     except exceptions.RayError as fault:
         raise OverlordError(reason_of(fault)) from None
+
+
+def has_no_process(error: BaseException | None) -> bool:
+    """Whether Ray says this of an actor whose process is gone, and not of one that failed."""
+    return isinstance(error, exceptions.RayActorError)
 
 
 def reason_of(error: BaseException) -> str:

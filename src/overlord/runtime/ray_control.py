@@ -28,7 +28,7 @@ from overlord.runtime.machine import Machine, Networked
 from overlord.runtime.peers import PeerRecord, Peers
 from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Home, this_machine
-from overlord.runtime.ray_cluster import CLUSTER, Key, actor_of, end_process, here, kill, pickled, reason_of
+from overlord.runtime.ray_cluster import CLUSTER, Key, actor_of, end_process, has_no_process, here, kill, pickled, reason_of
 from overlord.runtime.ray_place import Place, no_room
 
 log = logging.getLogger("overlord")
@@ -130,12 +130,19 @@ class RayControl(Peers):
             return
         if started is None:
             return
-        actor, life = started
+        actor, life, waited = started
         with record.order:
             record.actor, unwanted = actor, record.killed
         if unwanted:  # meanwhile
             kill(actor)
-        life.add_done_callback(lambda future: self._news.do(lambda: self._life_over(record, actor, future)))
+
+        def over() -> None:
+            if waited and self._never_began(record, life):
+                self._starts.do(lambda: self._begin(record, home, code))
+            else:
+                self._life_over(record, actor, life)
+
+        life.add_done_callback(lambda _: self._news.do(over))
         if record.place.waits:
             _after(ROOM_S, lambda: self._tell_that_it_waits(record))
         elif record.place.asks:
@@ -143,6 +150,11 @@ class RayControl(Peers):
 
     def _is_awaited(self, record: RayRecord) -> bool:
         return record.link is None and record.reason is None and not record.killed and not self._closed
+
+    def _never_began(self, record: RayRecord, life: Future[Any]) -> bool:
+        """Its process had died while it waited for an actor: of memory, with its node."""
+        assert record.handle is not None
+        return record.handle.pid is None and self._is_awaited(record) and has_no_process(life.exception())
 
     def _tell_that_it_waits(self, record: RayRecord) -> None:
         if self._is_awaited(record):
@@ -193,7 +205,7 @@ class RayControl(Peers):
         assert isinstance(record, RayRecord)
         with record.order:
             record.killed, actor, link = record.killed or why, record.actor, record.link
-        if actor is None:  # nobody has started it
+        if actor is None:  # nobody has started it, or it has left
             self.died(record.ticket, record.killed)
             return
         end_process(actor, record.pid if link is not None else 0)
@@ -218,10 +230,13 @@ class RayControl(Peers):
             return
         error = life.exception()
         code = None if error else life.result()
-        if record.leaving and not record.killed and error is None and code is None:
-            CLUSTER.give_back(self._key(record), record.actor, record.pid)
+        with record.order:  # whoever is late to kill it must not find the process: it may be another session's by then
+            if leaves := record.leaving and not record.killed and error is None and code is None:
+                record.actor = None
+        if leaves:
+            CLUSTER.give_back(self._key(record), actor, record.pid)
         else:
-            kill(record.actor)
+            kill(actor)
         if (link := record.link) is not None:
             _after(CUT_S, lambda: link.close("Ray says that it is gone"))  # of a machine that vanished no end would come
         self.died(record.ticket, record.killed or (f"exit code {code or 0}" if error is None else reason_of(error)), record.fault)
