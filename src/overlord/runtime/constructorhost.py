@@ -143,14 +143,15 @@ class ConstructorHost(HostActor):
                 raise TypeError(f"a constructor host does not know {type(message).__name__}")
 
     def _back(self, back: Back) -> None:
-        """The planner plans again behind a step that all have taken. If it is another one, it must hear what they took since."""
+        """The planner plans again behind a step that all have taken. If it is another one, it must hear what they took since: it may know
+        of less than the one before it, which had gone back behind a later step."""
         self.run(self._gathering.back(back))
         self._floor = max(back.step, self._floor)
         self._delivery.begin_behind(self._floor)
         for rank, step in self._taken.items():
             self._taken[rank] = max(step, self._floor)
             self.run(self._building.consumed([rank], self._floor))
-        self._told, self._said = self._floor, {}
+        self._told, self._said = back.step, {}
         self._tell()
 
     def _took(self) -> None:
