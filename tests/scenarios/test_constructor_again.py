@@ -16,7 +16,7 @@ from overlord.channel.server import dial
 from overlord.client.remote import LONGEST_PAUSE_S, RemoteInbox
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
 from overlord.job import Batch
-from overlord.messages import Attach, Back, Finish, Payload
+from overlord.messages import Attach, Back, Detach, Finish, Payload
 from overlord.recovery import STRIDE
 from overlord.runtime.constructorhost import ConstructorHost
 from overlord.runtime.hostactor import Settings
@@ -209,6 +209,10 @@ def test_a_planner_that_knows_of_less_than_the_one_before_it_went_back_to_hears_
             made.do(Back(G, 1))  # a loader was lost; the planner dies before it has written that all took step 1
             made.told.clear()
             made.do(Back(2 * G, 0))
+            until(lambda: made.heard() == {0: 1, 1: 1})
+            made.do(Detach(0), Detach(1), Back(3 * G, 0))
+            made.told.clear()
+            made.do(Attach(0), Attach(1))  # they were away when it came
             until(lambda: made.heard() == {0: 1, 1: 1})
     finally:
         made.close()

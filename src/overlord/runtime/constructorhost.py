@@ -59,7 +59,8 @@ class ConstructorHost(HostActor):
         self._loaders: dict[Link, int] = {}
         self._incarnations: dict[int, int] = {}  # of loader hosts: the last that came
         self._taken: dict[int, int] = {}
-        self._floor = -1  # the step behind which the planner began, or went back to: all ranks have taken it
+        self._floor = -1  # the last step behind which a planner began, or went back to: all ranks have taken it
+        self._behind = -1  # the one of this planner, which may know of less than the one before it
         self._told = -1  # the last step all took, as the planner knows
         self._said: dict[int, int] = {}  # and the last that each took
         self._servers = [self._serve(settings.token, **self._machine.inside())]
@@ -128,7 +129,10 @@ class ConstructorHost(HostActor):
             case Placed():
                 self._queue.extend(self._gathering.plan(message))
             case Attach(rank=rank):
-                self._taken.setdefault(rank, self._floor)
+                if rank not in self._taken:
+                    self._taken[rank] = self._floor
+                    if self._floor > self._behind:
+                        self._events.put(("taken", [rank], [self._floor]))
                 self._queue.extend(self._building.attach({rank: self._delivery.box(rank, self._session)}))
                 self._queue.extend(self._building.consumed([rank], self._taken[rank]))
             case Detach(rank=rank):
@@ -143,15 +147,14 @@ class ConstructorHost(HostActor):
                 raise TypeError(f"a constructor host does not know {type(message).__name__}")
 
     def _back(self, back: Back) -> None:
-        """The planner plans again behind a step that all have taken. If it is another one, it must hear what they took since: it may know
-        of less than the one before it, which had gone back behind a later step."""
+        """The planner plans again behind a step that all have taken. If it is another one, it must hear what they took since."""
         self.run(self._gathering.back(back))
-        self._floor = max(back.step, self._floor)
+        self._floor, self._behind = max(back.step, self._floor), back.step
         self._delivery.begin_behind(self._floor)
         for rank, step in self._taken.items():
             self._taken[rank] = max(step, self._floor)
             self.run(self._building.consumed([rank], self._floor))
-        self._told, self._said = back.step, {}
+        self._told, self._said = self._behind, {}
         self._tell()
 
     def _took(self) -> None:
