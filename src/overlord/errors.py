@@ -37,7 +37,8 @@ class SourceError(OverlordError):
 
     def __str__(self) -> str:
         where = f"source {self.source!r}" + (f", {self.path}" if self.path else "")
-        return f"{where}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
+        between = "\n  to do: " if "\n" in self.problem else "; "  # behind a list of files the remedy has a line of its own
+        return f"{where}: {self.problem}" + (f"{between}{self.remedy}" if self.remedy else "")
 
 
 class StorageError(SourceError):

@@ -39,6 +39,18 @@ def test_a_column_that_one_file_lacks_is_named_with_the_columns_it_has(tmp_path)
         assert "late/part-00000" in caught.value.path
 
 
+def test_of_several_files_each_has_a_line_and_what_to_do_one_behind_them(tmp_path):
+    write_rows(tmp_path, "parquet", ROWS, files=2)
+    with pytest.raises(SourceError) as caught:
+        read_all(str(tmp_path), columns=("body",))
+    assert str(caught.value).splitlines() == [
+        "source 'src': 2 of its 2 files cannot be used",
+        f"  - {tmp_path}/part-00000.parquet: wanted the column 'body', found id, text",
+        f"  - {tmp_path}/part-00001.parquet: wanted the column 'body', found id, text",
+        "  to do: name a column that every file has, or write the file again",
+    ]
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [

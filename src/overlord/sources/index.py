@@ -305,7 +305,7 @@ def _bad_files(source: str, problems: Sequence[tuple[str, str, str]], total: int
     shown = "".join(f"\n  - {path}: {problem}" for path, problem, _ in problems[:SHOWN])
     more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     remedies = "; ".join(dict.fromkeys(remedy for _, _, remedy in problems if remedy))
-    return SourceError(source, f"{len(problems)} of its {total} files cannot be used{shown}{more}\n", remedy=remedies)
+    return SourceError(source, f"{len(problems)} of its {total} files cannot be used{shown}{more}", remedy=remedies)
 
 
 def _one_error(errors: Sequence[SourceError]) -> SourceError:
