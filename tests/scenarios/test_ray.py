@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 
 import overlord as ov
 from tests import rays
-from tests.processes import ROOT, Played, halt, hosts_of, launch, left_after, play, program, run, runs
+from tests.processes import ROOT, WAIT_S, Played, halt, hosts_of, launch, left_after, play, program, run, runs
 from tests.scenarios.test_process import job
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there")]
@@ -106,10 +107,39 @@ def test_a_process_that_died_while_it_waited_for_an_actor_is_replaced(ray_cluste
         assert other.pid_here(again) != pid
 
 
+def test_whoever_could_not_let_go_of_the_cluster_since_ray_hung_is_counted_when_it_does_not(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from overlord.runtime import ray_cluster as cluster
+
+    before = cluster.CLUSTER._holders
+    cluster.CLUSTER.hold(None)
+    monkeypatch.setattr(cluster, "END_S", 0.05)
+    monkeypatch.setattr(cluster, "HOLD_S", 0.05)
+    hangs, ends = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with cluster.CLUSTER._lock:
+            hangs.set()
+            ends.wait(WAIT_S)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    assert hangs.wait(WAIT_S)
+    cluster.CLUSTER.release()
+    with pytest.raises(ov.DataStall, match="Ray: what another session asked for to come to an end"):
+        cluster.CLUSTER.hold(None)
+    ends.set()
+    thread.join()
+    cluster.CLUSTER.hold(None)
+    assert cluster.CLUSTER._holders == before + 1
+    cluster.CLUSTER.release()
+
+
 # a cluster of one's own
 
 OWN = """
-    import json, os, sys, time
+    import json, os, signal, sys, time
     from pathlib import Path
     import overlord as ov
     from tests.processes import hosts_of, launch, written
@@ -143,12 +173,16 @@ OWN = """
                     pass
         return sorted(found - {None})
 
+    def saves(number, frame):
+        raise AssertionError("nobody has asked for it")
+
     def main():
         before = dict(os.environ)
+        signal.signal(signal.SIGTERM, saves)
         session = launch(job(until=10), "ray", hosts=1, sources_per_host=3, constructor_hosts=1)
         hosts = hosts_of(session)
         print(json.dumps([below(os.getpid()), hosts, {n: os.getpriority(os.PRIO_PROCESS, p) for n, p in hosts.items()}]), flush=True)
-        print(os.environ["RAY_AUTH_MODE"], len(os.environ["RAY_AUTH_TOKEN"]), flush=True)
+        print(os.environ["RAY_AUTH_MODE"], len(os.environ["RAY_AUTH_TOKEN"]), signal.getsignal(signal.SIGTERM) is saves, flush=True)
         print(listening([os.getpid(), *below(os.getpid()), *hosts.values()]), flush=True)
         input()
         session.kill("loader-host/0")
@@ -168,7 +202,7 @@ def test_a_cluster_for_one_job_leaves_nothing_behind_and_ray_says_nothing(tmp_pa
         (scratch / "ov-ray-999999999-left").mkdir()  # of a program that was killed
         with program(tmp_path, OWN) as own:
             tree, hosts, nice = eval(own.line())
-            assert own.line() == "token 64"
+            assert own.line() == "token 64 True", "and what the program does on SIGTERM is its own affair"
             listens = set(eval(own.line()))
             assert listens
             assert listens <= LOOPBACK, "nobody on another machine reaches it"
@@ -219,8 +253,9 @@ JOINS = """
         os.environ.pop(name, None)
     import ray
     import overlord as ov
-    from overlord.runtime import ray_cluster
+    from overlord.runtime import ray_cluster, ray_jobs
     from overlord.runtime.ray_control import RayControl
+    from tests.scenarios.test_process import job
 
     def refused(address):
         try:
@@ -251,8 +286,8 @@ JOINS = """
     def main():
         from ray.cluster_utils import Cluster
         small = {"object_store_memory": 80 * 2**20, "include_dashboard": False, "num_cpus": 1}
+        del os.environ["RAY_AUTH_MODE"]  # so are clusters where nobody has thought of it
         open_one = Cluster(initialize_head=True, head_node_args={"node_ip_address": "127.0.0.2", **small})
-        del os.environ["RAY_AUTH_MODE"]
         refused(open_one.address)
         os.environ["RAY_AUTH_TOKEN"] = "1" * 64
         refused(open_one.address)
@@ -274,6 +309,14 @@ JOINS = """
         refused("127.0.0.1:9")
         refused("localhost:" + open_one.address.rpartition(":")[2])
         refused(service(open_one.address))
+        ray.shutdown()
+        ray_jobs.submit(job(name="open"), address=open_one.address)
+        print([(j.name, j.state) for j in ray_jobs.jobs(open_one.address)], flush=True)
+        ray_jobs.stop("open", open_one.address)
+        os.environ["RAY_AUTH_MODE"] = "token"
+        ray_cluster._as_it_is_now()
+        ray.init(open_one.address, log_to_driver=False, logging_level=logging.ERROR)  # a head that asks for none takes any
+        refused(None)
         ray.shutdown()
         open_one.shutdown()
         for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
@@ -310,6 +353,8 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
         assert "by a ray.init of its own" in said
         assert there.line() == "it was used", "by another name of the same machine"
         assert there.line() == "it was used", "by the address of something before it"
+        assert there.line() == "[('open', 'running')]", "where that was said by name, a job may live there by itself, too"
+        assert "the cluster that the program connected to is not used: it asks for no token" in there.line(), "though one was shown"
         assert there.line() == "True", "the program's own, after one of ours"
         assert there.end()[0] == 0
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from overlord.runtime.ray_folder import LOCK, MAKING_S, Folder, remove_left
+from overlord.runtime.ray_folder import LOCK, MAKING_S, Folder, Terminated, remove_left
 from tests.processes import ROOT
 
 OWNER = """
@@ -60,3 +62,29 @@ def test_one_that_is_being_made_is_not_taken_for_one_that_was_left(tmp_path: Pat
     os.utime(tmp_path / "ov-new-then", (then, then))
     remove_left(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["ov-new-now"]
+
+
+def test_what_a_program_does_when_it_is_asked_to_end_is_its_own_affair() -> None:
+    def saves(number: int, frame: Any) -> None: ...
+
+    def leaves(number: int, frame: Any) -> None: ...
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        signal.signal(signal.SIGTERM, saves)
+        kept = Terminated()
+        signal.signal(signal.SIGTERM, leaves)  # as Ray does
+        kept.keep()
+        assert signal.getsignal(signal.SIGTERM) is saves
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        kept = Terminated()
+        signal.signal(signal.SIGTERM, leaves)
+        kept.keep()
+        assert signal.getsignal(signal.SIGTERM) is leaves, "where there is none, Ray's ends what it has started"
+        kept.restore()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        signal.signal(signal.SIGTERM, saves)
+        kept.restore()
+        assert signal.getsignal(signal.SIGTERM) is saves, "one that was set since stays"
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -52,6 +53,13 @@ def test_its_patience_begins_anew_when_it_has_answered() -> None:
     assert head.wait()
     with pytest.raises(OverlordError, match="head of the Ray cluster"):
         head.wait()
+
+
+def test_one_that_nobody_has_asked_since_may_have_been_there() -> None:
+    head = Head("h:1", Answers(False, False, True), patience_s=0.02)
+    assert not head.answers()
+    time.sleep(0.05)
+    assert head.wait(), "it is waited for as if it had never been missed"
 
 
 def test_nobody_is_waited_for_by_nobody() -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -14,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -27,12 +29,13 @@ from overlord.runtime.machine import NODE
 from overlord.runtime.options import n_cores
 from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Body, Home
-from overlord.runtime.ray_folder import Folder, environment_kept
+from overlord.runtime.ray_folder import Folder, Terminated, environment_kept
 from overlord.runtime.ray_head import Head
 from overlord.runtime.ray_place import Place
 from overlord.runtime.ray_reach import (
     MODE,
     Unwelcome,
+    asks_for_token,
     check_joined,
     check_own_refused,
     check_token,
@@ -64,6 +67,7 @@ GONE = "it is gone with its node, or before Ray could say how"
 MAX_IDLE = 16  # processes that wait for an actor of their name
 STORE_BYTES = 80 * 2**20  # near the least that Ray takes: no payload passes through its store
 PING_S = 2.0  # for the head to answer
+HOLD_S = 120.0  # for what others asked of Ray to come to an end: a start may have to wait for the head
 END_S = 15.0  # for what is under way in Ray, when the last holder leaves
 OWN = ("CPU", "GPU", "memory", "object_store_memory")  # resources that Ray counts by itself; all others have the names somebody gave them
 KEPT = "overlord-jobs"  # the namespace of jobs that live on by themselves
@@ -89,7 +93,13 @@ def actor_of(place: Place, **named: str) -> Any:
     found = place.options() | named
     if place.node:
         found["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=place.node, soft=False)
-    return ray.remote(Hosted).options(**found)
+    return _hosted().options(**found)
+
+
+@functools.cache
+def _hosted() -> Any:
+    """Made once: Ray writes every class of actors to its head, and waits for that."""
+    return ray.remote(Hosted)
 
 
 def _ping() -> None:
@@ -108,6 +118,9 @@ class Cluster:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._holders = 0
+        self._owed: deque[None] = deque()  # one for each that left and could not say so, since Ray hung
+        self.trusted = False  # whoever sent us here has looked whether it asks for a token
+        self._terminated = Terminated()
         self._ours = False  # whether it ends with us
         self.address: str | None = None
         self._folder: Folder | None = None
@@ -121,14 +134,15 @@ class Cluster:
 
     def hold(self, address: str | None) -> None:
         """Connect, or start one of this machine alone; a program that has connected already decides for us."""
-        with self._lock:
+        with self._held("what another session asked for to come to an end"):
             if self._holders == 0:
                 self._ours = not ray.is_initialized()
                 if self._ours:
                     self._begin(address)
                 else:
                     _refuse_another(address, head_now(), "by a ray.init of its own")
-                    if _raylet.get_authentication_mode() != _raylet.AuthenticationMode.TOKEN:
+                    shows = _raylet.get_authentication_mode() == _raylet.AuthenticationMode.TOKEN
+                    if not shows or not (self.trusted or asks_for_token(head_now())):
                         check_own_refused()
                 self.address, self._run, self._pid = address, secrets.token_hex(4), os.getpid()
                 self._head, self._nodes = Head(head_now(), _ping), []
@@ -141,19 +155,40 @@ class Cluster:
             return
         if not self._lock.acquire(timeout=END_S):  # Ray has hung in a start: to wait for it would hang whoever closes a session
             log.warning("Ray did not come to an end with what it was asked for in %g s, and is left as it is", END_S)
+            self._owed.append(None)
             return
         try:
-            self._holders -= 1
-            if self._holders:
-                return
-            there = not self._idle or self._head.answers()  # else Ray does nothing for us
-            while self._idle:
-                _, actor, pid = self._idle.pop()
-                end_process(actor, 0 if there else pid)
-            if self._ours:
-                self._end()
+            self._leave()
         finally:
             self._lock.release()
+
+    @contextlib.contextmanager
+    def _held(self, what: str) -> Iterator[None]:
+        """The lock, with who has left counted."""
+        if not self._lock.acquire(timeout=HOLD_S):
+            raise DataStall(f"Ray: {what}", HOLD_S)
+        try:
+            self._settle()
+            yield
+            self._settle()
+        finally:
+            self._lock.release()
+
+    def _settle(self) -> None:
+        while self._owed:
+            self._owed.pop()
+            self._leave()
+
+    def _leave(self) -> None:
+        self._holders -= 1
+        if self._holders:
+            return
+        there = not self._idle or self._head.answers()  # else Ray does nothing for us
+        while self._idle:
+            _, actor, pid = self._idle.pop()
+            end_process(actor, 0 if there else pid)
+        if self._ours:
+            self._end()
 
     @property
     def far(self) -> bool:
@@ -167,7 +202,7 @@ class Cluster:
         Waits for the head. Under the lock: Ray starts a cluster for who asks when it is gone."""
         if not self._head.wait(wanted):
             return None
-        with self._lock:
+        with self._held(f"{key[1]} to be started, behind others"):
             if not self._holders:
                 raise OverlordError("the cluster was released")
             actor, waited = self._process(key)
@@ -194,10 +229,13 @@ class Cluster:
 
     def give_back(self, key: Key, actor: Any, pid: int) -> None:
         """It left when it was asked to."""
-        with self._lock:
-            if self._holders and len(self._idle) < MAX_IDLE:
-                self._idle.append((key, actor, pid))
-                return
+        if self._lock.acquire(timeout=END_S):
+            try:
+                if self._holders and len(self._idle) < MAX_IDLE:
+                    self._idle.append((key, actor, pid))
+                    return
+            finally:
+                self._lock.release()
         end_process(actor, pid)
 
     def has_process(self, actor: Any) -> bool | None:
@@ -252,7 +290,9 @@ class Cluster:
             _as_it_is_now()
             # The pool is for workers: Ray loads Arrow in them before they do anything of ours.
             with environment_kept(), system_pool(), _loopback() if address is None else contextlib.nullcontext():
+                self._terminated = Terminated()
                 ray.init(address or "local", **settings)
+                self._terminated.keep()
         except BaseException as fault:
             self._end()
             if isinstance(fault, Exception):
@@ -262,6 +302,7 @@ class Cluster:
 
     def _end(self) -> None:
         ray.shutdown()
+        self._terminated.restore()
         ray_worker.print_to_stdstream = _prints
         while self._set_here:
             os.environ.pop(self._set_here.pop(), None)
@@ -356,7 +397,10 @@ def keep(factory: type, name: str) -> Any:
         "max_concurrency": 4,
         "num_cpus": 0,
     }
-    return ray.remote(factory).options(**options).remote()
+    try:
+        return ray.remote(factory).options(**options).remote()
+    except exceptions.ActorAlreadyExistsError:
+        raise JobError([f"a job called {name!r} has just been submitted to this cluster by somebody else"], "submit") from None
 
 
 def kept() -> list[str]:
@@ -364,7 +408,11 @@ def kept() -> list[str]:
 
 
 def kept_by(name: str) -> Any:
-    return ray.get_actor(name, namespace=KEPT)
+    """None: it was there a moment ago, and is stopped now."""
+    try:
+        return ray.get_actor(name, namespace=KEPT)
+    except ValueError:
+        return None
 
 
 def ask(actor: Any, method: str, *args: Any, timeout_s: float, what: str) -> Any:

@@ -1,4 +1,5 @@
-"""What Ray would leave behind: files of its clusters, settings in the environment. Nothing of Ray is imported in this file."""
+"""What Ray would leave behind: files of its clusters, settings in the environment, a handler of SIGTERM. Nothing of Ray is imported in this
+file."""
 
 from __future__ import annotations
 
@@ -6,16 +7,41 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 FOLDER = "ov-ray-"
 UNFINISHED = "ov-new-"  # a folder that has no lock yet
 LOCK = "lock"
 MAX_ROOT = 18  # letters: a socket's path has 107, and Ray puts 65 of its own behind the folder
 MAKING_S = 3600.0  # far above what it takes to make a folder: who has not done so by then was killed
+
+
+class Terminated:
+    """What the program does when it is asked to end. Ray puts a handler of its own in its place, which leaves the program: a trainer that
+    saves its state then would lose it. Where the program has none, Ray's is kept while it is connected: it ends what Ray has started."""
+
+    def __init__(self) -> None:
+        self._before = signal.getsignal(signal.SIGTERM)
+        self._rays: Any = None
+
+    def keep(self) -> None:
+        """Ray is connected."""
+        now = signal.getsignal(signal.SIGTERM)
+        if now is not self._before:
+            self._rays = now
+            if self._before is not signal.SIG_DFL:
+                self.restore()
+
+    def restore(self) -> None:
+        """It is not any more; one that somebody else has set meanwhile stays. Only in the thread in which Ray could set its own."""
+        if self._rays is not None and signal.getsignal(signal.SIGTERM) is self._rays:
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGTERM, self._before)
 
 
 class Folder:

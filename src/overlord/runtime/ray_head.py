@@ -22,17 +22,23 @@ class Head:
         self.address, self._ping = address, ping
         self._patience_s = patience_s
         self._missed_since: float | None = None
+        self._missed_at = 0.0  # the last time
 
     def answers(self) -> bool:
         asked = time.monotonic()
         try:
             self._ping()
         except Exception:
-            if self._missed_since is None:
+            if self._missed_since is None or asked - self._missed_at > self._patience:  # it may have been there: nobody has asked
                 self._missed_since = asked
+            self._missed_at = time.monotonic()
             return False
         self._missed_since = None
         return True
+
+    @property
+    def _patience(self) -> float:
+        return PATIENCE_S if self._patience_s is None else self._patience_s
 
     def wait(self, wanted: Callable[[], bool] = lambda: True) -> bool:
         """Until it answers, or nobody wants it any more (False). One that has been missed for too long is not waited for again."""
@@ -40,8 +46,7 @@ class Head:
             if not wanted():
                 return False
             assert self._missed_since is not None
-            patience_s = PATIENCE_S if self._patience_s is None else self._patience_s
-            if (for_s := time.monotonic() - self._missed_since) >= patience_s:
+            if (for_s := time.monotonic() - self._missed_since) >= self._patience:
                 raise OverlordError(
                     f"the head of the Ray cluster at {self.address} has answered nothing for {for_s:.0f} s, and without it Ray starts no "
                     "process: bring it back, or resume the job from its journal on another cluster or runtime"

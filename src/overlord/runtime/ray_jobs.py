@@ -20,6 +20,7 @@ from overlord.errors import DataStall, JobError, OverlordError
 from overlord.job import Job, did_you_mean
 from overlord.runtime import ray_cluster
 from overlord.runtime.machine import INTERFACE
+from overlord.runtime.ray_reach import MODE, is_refused
 from overlord.runtime.serving import Served
 
 if TYPE_CHECKING:
@@ -55,10 +56,15 @@ class Keeper:
         self._state, self._name = SUBMITTED, ""
         self._last: dict[str, int] = {}  # how far it came, once it is over
 
-    def begin(self, name: str, path: tuple[str, ...], code: bytes, host: str, port: int, token: str | None) -> tuple[str, str]:
+    def begin(
+        self, name: str, path: tuple[str, ...], code: bytes, host: str, port: int, token: str | None, refused: bool
+    ) -> tuple[str, str]:  # fmt: skip
         """Launch and serve: where trainers connect, and what they show. Who submitted may be gone before that is there: what became of it
-        is kept."""
+        is kept. ``refused``: it was said there, by name, that this cluster asks for no token; else it was seen that it does."""
         self._state, self._name = STARTING, name
+        ray_cluster.CLUSTER.trusted = True
+        if refused:
+            os.environ[MODE] = "disabled"
         try:
             session, self._served = self._launch(path, code, host, port, token)
         except BaseException as fault:
@@ -154,7 +160,7 @@ def submit(
         code = ray_cluster.pickled(job.name, (job, options))
         keeper = ray_cluster.keep(Keeper, job.name)
         try:
-            given = (job.name, tuple(p for p in sys.path if p), code, host, port, token)
+            given = (job.name, tuple(p for p in sys.path if p), code, host, port, token, is_refused())
             what = f"job {job.name!r} to begin (start_s says for how long)"
             address_there, token_there = ray_cluster.ask(keeper, "begin", *given, timeout_s=start_s, what=what)
             resumed = ray_cluster.ask(keeper, "resumed", timeout_s=ASK_S, what=f"job {job.name!r} to say where it goes on")
@@ -166,12 +172,12 @@ def submit(
 
 def _make_way(name: str) -> None:
     """For a job of this name: one that is over goes, all others stay."""
-    if name not in ray_cluster.kept():
+    if name not in ray_cluster.kept() or (keeper := ray_cluster.kept_by(name)) is None:
         return
-    before = _status(name, {})
+    before = _status(name, keeper, {})
     if before.state.partition(":")[0] not in OVER:
         raise JobError([f"a job called {name!r} is {before.state} on this cluster; stop it first, or give this one another name"], "submit")
-    ray_cluster.kill(ray_cluster.kept_by(name))
+    ray_cluster.kill(keeper)  # and not who has its name by now
     deadline = time.monotonic() + STOP_S
     while name in ray_cluster.kept():
         if time.monotonic() > deadline:
@@ -183,7 +189,8 @@ def jobs(address: str | None) -> list[Status]:
     """All that were submitted to a cluster and not stopped."""
     with ray_cluster.cluster(_wanted(address, "status")):
         names = {node.id: node.name or node.address for node in ray_cluster.CLUSTER.nodes()}
-        return [_status(name, names) for name in ray_cluster.kept()]
+        found = {name: ray_cluster.kept_by(name) for name in ray_cluster.kept()}
+        return [_status(name, keeper, names) for name, keeper in found.items() if keeper is not None]
 
 
 def served(name: str, address: str | None) -> Served:
@@ -204,14 +211,16 @@ def stop(name: str, address: str | None) -> None:
 
 def _keeper(name: str, what: str) -> Any:
     known = ray_cluster.kept()
-    if name not in known:
+    keeper = ray_cluster.kept_by(name) if name in known else None
+    if keeper is None:
+        known = [other for other in known if other != name]
         raise JobError([f"no job called {name!r}{did_you_mean(name, known) if known else '; there is none at all'}"], what)
-    return ray_cluster.kept_by(name)
+    return keeper
 
 
-def _status(name: str, nodes: Mapping[str, str]) -> Status:
+def _status(name: str, keeper: Any, nodes: Mapping[str, str]) -> Status:
     try:
-        told = ray_cluster.ask(ray_cluster.kept_by(name), "status", timeout_s=ASK_S, what=f"job {name!r} to say how it is")
+        told = ray_cluster.ask(keeper, "status", timeout_s=ASK_S, what=f"job {name!r} to say how it is")
         parts = tuple(part | {"node": nodes.get(part["node"], part["node"])} for part in told["parts"])
         return Status(**told | {"name": name, "parts": parts})
     except OverlordError as fault:

@@ -6,6 +6,8 @@ import ipaddress
 import logging
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +21,7 @@ TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # the environment's; the thi
 WHERE = "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
 REFUSE = f"{MODE}=disabled in the environment of this program refuses authentication, by that name only"
 REACH_S = 10.0
+PROBE_S = 60.0  # for another process to import Ray and ask
 
 
 class Unwelcome(Exception):
@@ -98,10 +101,24 @@ def check_token(has_token: Callable[[], bool], lets_in: Callable[[bool], bool]) 
         raise Unwelcome(f"its token is another one than that in {WHERE}")
 
 
+def asks_for_token(address: str) -> bool:
+    """Whether a head that this program is connected to would let in who shows none. Asked by another process: what a process shows is one
+    setting for all it says, also to who is asked at the same time. One that cannot be asked is taken for one that asks: it let us in."""
+    settings = {key: value for key, value in os.environ.items() if key not in TOKENS} | {MODE: "disabled"}
+    code = "import sys; from overlord.runtime.ray_cluster import _lets_in; print('open' if _lets_in(sys.argv[1], False) else 'closed')"
+    try:
+        said = subprocess.run([sys.executable, "-c", code, address], env=settings, capture_output=True, text=True, timeout=PROBE_S)
+    except (OSError, subprocess.SubprocessError) as fault:
+        log.warning("whether the cluster at %s asks for a token could not be found out: %s", address, fault)
+        return True
+    return said.stdout.strip() != "open"
+
+
 def check_own_refused() -> None:
     """Of a cluster without tokens that the program connected to by itself."""
     if not is_refused():
-        words = f"it asks for no token, so whoever reaches its ports runs code there: {MODE}=token before ray.init. {REFUSE}"
+        remedy = f"start it with {MODE}=token, and set that before ray.init, too. {REFUSE}"
+        words = f"it asks for no token, so whoever reaches its ports runs code there: {remedy}"
         raise JobError([f"the cluster that the program connected to is not used: {words}"], "launch")
     warn("the cluster that the program connected to", "whoever reaches its ports")
 
