@@ -6,8 +6,10 @@ import contextlib
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
+from weakref import WeakSet
 
 from overlord.client.asking import FRONT_DOOR, Asking
 from overlord.client.client import Box, Client, State
@@ -20,6 +22,9 @@ log = logging.getLogger("overlord")
 WHY_S = 1.0  # a client that has waited for minutes must not wait long for the reason
 LEAVE_S = 2.0
 REWIND_S = 300.0  # all cores begin anew, and files are opened
+
+_TOGETHER: dict[str, WeakSet[RemoteInbox]] = {}  # links of this process to the constructors of a session, by its address
+_LOCK = threading.Lock()  # of these
 
 
 def connect(
@@ -104,10 +109,18 @@ class _Connected:
             return self._remote(at, "")
 
     def _remote(self, at: Mapping[str, Any], address: str) -> RemoteInbox:
-        return RemoteInbox(
+        box = RemoteInbox(
             rank=self._asking.rank, address=address, token=self._token(at), where=self._where, next_step=at["state"].step,
             generation=at["generation"], prefetch=self._started["prefetch"], reconnect_s=self._reconnect_s, on_moved=self._moved,
+            beside=self._beside,
         )  # fmt: skip
+        with _LOCK:
+            _TOGETHER.setdefault(self._asking.address, WeakSet()).add(box)
+        return box
+
+    def _beside(self) -> list[RemoteInbox]:
+        with _LOCK:
+            return list(_TOGETHER.get(self._asking.address, ()))
 
     def _token(self, at: Mapping[str, Any]) -> str:
         """For the constructor: the one we came with, which so never travels; or one of a socket of this machine."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -35,6 +36,7 @@ HOSTS = "constructor-host/"  # whom only the session calls so
 FOR_GOOD = (HOSTS, "planner")  # of whom the session says that they are lost when no other comes
 SHORT_PAUSE_S = 0.2  # the same while a constructor is being started: it is there in a second
 GLANCE_S = 0.2  # for an attempt while there are steps to hand out: they wait for it
+BESIDE_S = 0.5  # without a step: then those beside it are seen to
 LOOK_S = 5.0  # without a word from the constructor: then the session is asked whether it is still the one
 SPARE_SLOTS = 8  # that a trainer may keep views of, beside the steps that wait; beyond them what comes is copied
 
@@ -42,17 +44,23 @@ SPARE_SLOTS = 8  # that a trainer may keep views of, beside the steps that wait;
 class RemoteInbox:
     """The ``Box`` of a connected client. ``where(generation)`` asks for the constructor's address and token: after a fall it may be
     another one, and after the session was moved there is none for those who have not moved with it. Without an address it is asked for
-    when the first step is."""
+    when the first step is.
+
+    One thread may take the steps of several ranks in turn. When their constructor is lost and they live on what they have, it is the first
+    that waits for the next step, and the others ask for nothing any more: nobody would tell the new constructor what they have taken.
+    So whoever waits looks after those ``beside`` it, too: the links of this process to one session, of which it knows those that its own
+    thread has taken steps from."""
 
     def __init__(
         self, *, rank: int, address: str, token: str, where: Callable[[int], tuple[str, str]], next_step: int, generation: int = 0,
         prefetch: int = 4, reconnect_s: float = 60.0, on_moved: Callable[[Sealed], None] = lambda state: None,
+        beside: Callable[[], Iterable[RemoteInbox]] = tuple,
         dial: Callable[..., tuple[Any, Any]] = dial, now: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
     ):  # fmt: skip
         self._dial, self._now, self._sleep = dial, now, sleep  # of a virtual clock, in simulations
         self.rank, self.generation, self.address = rank, generation, address
         self._token, self._where, self._next, self._on_moved = token, where, next_step, on_moved
-        self._reconnect_s, self._max_held = reconnect_s, prefetch + SPARE_SLOTS
+        self._reconnect_s, self._max_held, self._beside = reconnect_s, prefetch + SPARE_SLOTS, beside
         self._steps: deque[tuple[Told, Bucket]] = deque()
         self._slabs = SlabPool()  # for what the trainer widens
         self.taken = -1
@@ -71,6 +79,7 @@ class RemoteInbox:
         self._waited_s = 0.0
         self._heard_at = now()  # when something came by the link
         self._changed = threading.Condition()  # for the reading thread, where there is one
+        self._taker = (0, 0)  # the process and the thread that has asked last
         self._mine = threading.Lock()  # held by whoever reads the link: two readers would swap steps
         self._link: SocketLink | None = None
         if address:
@@ -82,7 +91,7 @@ class RemoteInbox:
 
     def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
         """The next step; None when the time is over; StopIteration, or the error, when there is none."""
-        start = self._now()
+        start, self._taker = self._now(), (os.getpid(), threading.get_ident())
         try:
             with self._mine:
                 return self._get(start + timeout_s)
@@ -96,12 +105,14 @@ class RemoteInbox:
             try:
                 self._drain()
                 if self._link is None and not self._ended:
+                    self._silent = False  # no step that is here waits for this
                     self._look_again()
             finally:
                 self._mine.release()
 
     def _get(self, deadline: float) -> tuple[Told, Bucket] | None:
         self._drain()
+        others = [box for box in self._beside() if box is not self and box._taker == self._taker]
         while True:
             if self._link is None and (self._steps or self._ended):
                 self._look_again()
@@ -118,8 +129,11 @@ class RemoteInbox:
             left = deadline - self._now()
             if left <= 0:
                 return None
-            self._wait(min(left, LOOK_S))
+            self._wait(min(left, BESIDE_S if others else LOOK_S))
             self._see_who_is_there()
+            for box in others if not self._steps else ():
+                with contextlib.suppress(OverlordError):  # it is told when it asks
+                    box.look_around()
 
     def _see_who_is_there(self) -> None:
         """Nothing has come for long. Perhaps the constructor was given up, being stopped or cut off, and another has its place: the link

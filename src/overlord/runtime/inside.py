@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -11,45 +10,32 @@ from overlord.constructor.builder import Bucket
 from overlord.errors import OverlordError
 from overlord.messages import Told
 
-LOOK_S = 0.5  # without a step: then those beside it are seen to
-
 
 class InsideBox:
-    """As a connected client's, but for the front door: whoever is here can ask without one.
-
-    One thread may take the steps of several ranks in turn. When their constructor is lost and they live on what they have, it is the first
-    that waits for the next step, and the others ask for nothing any more: nobody would tell the new constructor what they have taken.
-    So whoever waits looks after those ``beside`` it, too."""
+    """As a connected client's, but for the front door: whoever is here can ask without one. ``beside``: the links of all boxes of one
+    engine, which look after each other."""
 
     def __init__(
-        self, rank: int, where: Callable[[], tuple[str, str]], *, next_step: int, generation: int, prefetch: int, beside: list[InsideBox]
+        self, rank: int, where: Callable[[], tuple[str, str]], *, next_step: int, generation: int, prefetch: int, beside: list[RemoteInbox]
     ):
         self._rank, self._where, self._next, self._generation, self._prefetch = rank, where, next_step, generation, prefetch
         self._remote: RemoteInbox | None = None
         self._over: BaseException | None = None
-        self._beside = beside  # all boxes of one engine, and this one
-        beside.append(self)
+        self._beside = beside
 
     def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
         if self._over is not None:
             raise self._over
-        deadline, linked = time.monotonic() + timeout_s, self._linked()
-        while True:
-            left = deadline - time.monotonic()
-            if (got := linked.get(max(0.0, min(left, LOOK_S)))) is not None or left <= LOOK_S:
-                return got
-            for box in list(self._beside):
-                if box is not self and box._remote is not None:
-                    with suppress(OverlordError):  # it is told when it asks
-                        box._remote.look_around()
+        return self._linked().get(timeout_s)
 
     def _linked(self) -> RemoteInbox:
         """It asks for the address itself, and again: a constructor may just be replaced."""
         if self._remote is None:
             self._remote = RemoteInbox(
                 rank=self._rank, address="", token="", where=lambda generation: self._where(), next_step=self._next,
-                generation=self._generation, prefetch=self._prefetch,
+                generation=self._generation, prefetch=self._prefetch, beside=lambda: list(self._beside),
             )  # fmt: skip
+            self._beside.append(self._remote)
             if self._over is not None:  # meanwhile, by another thread
                 self._remote.end(self._over)
         return self._remote
@@ -68,9 +54,9 @@ class InsideBox:
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
         self._over = error
-        with suppress(ValueError):
-            self._beside.remove(self)
         if self._remote is not None:
+            with suppress(ValueError):
+                self._beside.remove(self._remote)
             self._remote.end(error, drop=drop)
 
     def __len__(self) -> int:
