@@ -308,3 +308,21 @@ def _mix(here: Later, said: list[Any], sent: list[Any], data: st.DataObject) -> 
             here.run(here.gathering.plan(said.pop(0)))
         else:
             here.run(here.gathering.payload(sent.pop(0)))
+
+
+def test_a_step_that_could_not_be_built_fails_again_for_a_planner_that_did_not_hear_of_it() -> None:
+    """The one that was told is lost, and said nothing: the next one plans the step again."""
+    here = Later(at_once=False)
+
+    def fails() -> None:
+        raise OverlordError("it cannot be built")
+
+    for generation in (0, G, 2 * G):
+        here.back(4, generation)
+        here.plan(5, generation), here.plan(6, generation)
+        here.send(5, 3, generation), here.send(5, 7, generation)
+        here.todo = [(fails, done) for _, done in here.todo]
+        here.work()
+        assert [(f.step, str(f.error)) for f in here.finished] == [(5, "it cannot be built")] * (1 + generation // G)
+    here.back(5, 3 * G)  # whoever wanted it has left
+    assert here.gathering.complete_until == 6

@@ -65,6 +65,7 @@ class Building:
         self._told: dict[int, Told] = {}
         self._holders: dict[int, set[int]] = {}  # step -> buckets that still need its payload
         self._built: dict[tuple[int, int], tuple[Told, Bucket]] = {}
+        self.failed: set[int] = set()  # steps that could not be built: their payload is gone
         self.mailboxes: dict[int, Mailbox] = {}
         self.bucket_of = {rank: a.bucket for a in assemblers for rank in a.ranks}
 
@@ -176,6 +177,7 @@ class Building:
             log.error("%s step %d for buckets %s failed: %s", what, step, list(buckets), error)
         for bucket in buckets:
             self._let_go(step, bucket)
+        self.failed.add(step)
         self._cannot_tell(Finish(step, as_exception(error)))
 
     def _let_go(self, step: int, bucket: int) -> None:

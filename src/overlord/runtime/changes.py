@@ -97,7 +97,9 @@ class Changes:
         self._log.add(event, self._slowest())
 
     def _source_lost(self, event: SourceLost) -> None:
-        """In the pump: a source has left, since its storage was given up."""
+        """In the pump: a source has left, since its storage was given up. A planner that comes later says so again."""
+        if self._lost.get(event.name) == event:
+            return
         self._note(event)
         self._lost[event.name] = event
 

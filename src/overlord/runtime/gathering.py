@@ -108,8 +108,10 @@ class Gathering:
         if recovery <= self._recovery:
             return []  # it was said before, or is over
         self._recovery, self._over, self._given_up = recovery, None, not self._failover
-        self._again.update(self._expected)
+        # One that could not be built is to fail again: a planner that was lost may not have heard of it.
+        self._again.update(self._expected, (s for s in self._building.failed if back.step < s <= self._planned))
         self._expected.clear()
+        self._building.failed.clear()
         self._planned = max(self._planned, back.step)  # in a host that is started anew: no step up to there will be planned
         self._forget_early(lambda r, s: r >= recovery)
         return self._building.back(back)

@@ -57,6 +57,7 @@ class Parts:
         self.recipes = Recipes(self.control, lambda: self.blueprint, settings, self.hosting, self.constructor_of.tolist())
         self.hosts: dict[str, Handle] = {}
         self.attached: set[int] = set()
+        self._takes_part: frozenset[int] = frozenset()  # as the present planner was told when it was started
         self.kits = {h: tuple(range(len(blueprint.job.sources))) for h in range(self.hosting.n_hosts)}
         self.next_host = self.hosting.n_hosts  # a number is used once
         self.acked = self._progress = -1  # the last step that all ranks took; as planners said
@@ -69,6 +70,7 @@ class Parts:
         self._reason = ""
         self._ended_for: tuple[Handle | None, str] = (None, "")
         self._initial: StreamState | None = None  # for a planner that died before anything was written
+        self._opened = False  # the journal says where this session begins, and all planners that come know it
         self._tickets: dict[str, int] = {}  # of hosts, as the present planner knows them
         self._lock = threading.Condition()  # for who is there
         self._ready = self._closed = False
@@ -96,10 +98,10 @@ class Parts:
             kit = PlannerKit.of(
                 self.blueprint, state=self._initial, hosting=self.hosting, token=self.token, session=self._session,
                 incarnation=self._incarnation, reason=self._reason, constructor_of=tuple(self.constructor_of.tolist()), living=living,
-                kits=tuple(self.kits.items()), attached=tuple(sorted(self.attached)), watched=self.watched,
+                kits=tuple(self.kits.items()), attached=tuple(sorted(self.attached)), opened=self._opened, watched=self.watched,
                 reports=tuple(self.reports.values()), machine=self._machine,
             )  # fmt: skip
-            self._tickets = {}
+            self._tickets, self._takes_part = {}, frozenset(kit.attached)
             planner = self.planner = self.control.spawn(PlannerActor, kit, name=PLANNER)
         self.control.on_death(planner, self._planner_died)
         self._starts.watch(planner)
@@ -117,8 +119,17 @@ class Parts:
             if planner.alive:
                 self._ready, self.absent = True, ""
                 self._lock.notify_all()
+                self._say_who_takes_part()
                 return
         self.control.get(self.control.call(planner, "beat"), BOOT_S)  # raises what it died of
+
+    def _say_who_takes_part(self) -> None:
+        """Under the lock, before anything else is asked: who came and went while it was being started may have given up meanwhile."""
+        now = frozenset(self.attached)
+        for rank in sorted(self._takes_part - now):
+            self.tell("detach", rank)
+        if came := sorted(now - self._takes_part):
+            self.tell("attach", came)
 
     def _planner_died(self, planner: Handle, reason: str) -> None:
         """In the control plane's thread."""
@@ -249,6 +260,15 @@ class Parts:
                     raise
                 lost = True
                 time.sleep(0.005)  # what it died of is told in a moment
+
+    def open_journal(self, anew: bool, floor: int) -> None:
+        """Where this session begins is written down, before anyone takes part. A planner that was started before that was known here has
+        begun where the first did, and writes it once more: nothing was planned meanwhile."""
+        while not self._opened:
+            planner = self.planner
+            self.ask("open_journal", anew, floor)
+            with self._lock:
+                self._opened = planner is self.planner
 
     def tell(self, method: str, *args: Any) -> None:
         """A word that the planner may miss: one that comes in its place asks for it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,11 +51,12 @@ class PlannerBlueprint(Blueprint):
         more.options = replace(self.options, loaders={**(self.options.loaders or {}), source.name: source.loaders})
         return more
 
-    def first(self, n: int) -> PlannerBlueprint:
-        """Without sources that were to join when a planner was lost, and had not."""
+    def first(self, n: int, fingerprint: Mapping[str, str]) -> PlannerBlueprint:
+        """Without sources that were to join when a planner was lost, and had not: as the journal knows it."""
         if n == len(self.specs):
             return self
         less = copy.copy(self)
+        less.fingerprint = dict(fingerprint)
         less.specs, less.added = self.specs[:n], tuple(name for name in self.added if name in {s.name for s in self.specs[:n]})
         less.loads = self.loads[:n]
         less.job, less.given = (_with(job, sources=job.sources[:n]) for job in (self.job, self.given))
@@ -94,6 +95,7 @@ class PlannerKit:
     attached: tuple[int, ...] = ()
     reports: tuple[Report, ...] = ()  # that the one before it had accepted: the last may have died with it
     machine: Machine = field(default_factory=Machine, repr=False)  # where it comes to
+    opened: bool = True  # the journal says where this session begins; else what it says is of the session before it
     watched: bool = False  # stages and taken steps are told, for clients that are served
 
     def hosting_of(self, n: int) -> Hosting:

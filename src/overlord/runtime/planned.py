@@ -10,10 +10,12 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+from overlord.client.remote import RemoteInbox
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.messages import Cursor, Finish, Report, SourceLost, Stage, StreamState
 from overlord.planner.spec import NewSource, Quarantined
@@ -32,6 +34,8 @@ log = logging.getLogger("overlord")
 
 REPORT_S = 600.0  # nobody waits for it, and all that comes behind it needs the planner too
 WHY_S = 0.8  # whoever asks why it waits gives the pump a second
+WHERE_S = 0.8  # who asks where a constructor is asks again, and has a second
+TAKEN_S = 2.0  # for a constructor host to say how far a rank is
 
 
 class FarPlans:
@@ -121,7 +125,7 @@ class PlannedEngine:
         self, blueprint: Blueprint, state: StreamState | None, pump: Pump, generation: int = 0, *, control: Control, machine: Machine
     ):  # fmt: skip
         self._pump, self._number = pump, generation
-        self._boxes: list[InsideBox] = []  # of clients in this process
+        self._boxes: list[RemoteInbox] = []  # of clients in this process
         self.on_stage: list[Callable[[Any], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
@@ -131,7 +135,10 @@ class PlannedEngine:
         self._addresses: dict[Any, str] = {}  # of constructor hosts, by handle
         self._known: dict[str, str] = {}  # the last one by name
         self._outside: dict[Any, str] = {}
+        self._asked: dict[tuple[Any, str], Future[Any]] = {}  # of constructor hosts: answers that are here, or to come
+        self._asking = threading.Lock()
         self._door: tuple[str, str] | None = None
+        self._without: tuple[int, Blueprint | None] = (-1, None)  # the host of the last source that was to join, and the job before it
         self._closed = False
         self.recoveries: list[dict[str, Any]] = []
         self.journal = UNWRITTEN  # of this process: the planner writes
@@ -148,6 +155,8 @@ class PlannedEngine:
         return self._parts.absent
 
     def _heard(self, event: tuple[Any, ...]) -> None:
+        if self._closed:
+            return  # another engine may serve the same clients by now
         match event:
             case ("staged", int(step), StreamState() as after, bool(skipped)):
                 for watcher in self.on_stage:
@@ -193,7 +202,7 @@ class PlannedEngine:
     def write_beginning(self, beginning: Beginning) -> None:
         """The journal is held here until the planner takes it."""
         beginning.journal.close()
-        self._parts.ask("open_journal", beginning.anew, beginning.floor)
+        self._parts.open_journal(beginning.anew, beginning.floor)
 
     # clients
 
@@ -226,27 +235,38 @@ class PlannedEngine:
 
     def address_for(self, rank: int) -> tuple[str, str]:
         """From any thread, also while there is no planner."""
+        return self._address_for(rank, WHERE_S), self._parts.token
+
+    def _address_for(self, rank: int, wait_s: float) -> str:
         host = self._constructor(rank)
         if host not in self._addresses:
-            self._addresses[host] = self._known[host.name] = self._of_host(host, "address")
-        return self._addresses[host], self._parts.token
+            self._addresses[host] = self._known[host.name] = self._of_host(host, wait_s, "address")
+        return self._addresses[host]
 
     def listen(self, host: str, token: str) -> None:
         self._door, self._parts.watched = (host, token), True
         self._parts.ask("watch")
         for rank in self._bucket_of:
-            self.outside(rank)
+            with contextlib.suppress(DataStall):  # it is being started again: whoever connects is told where it is then
+                self._outside_for(rank, START_S)
 
     def outside(self, rank: int) -> tuple[str, str]:
+        return self._outside_for(rank, WHERE_S), ""
+
+    def _outside_for(self, rank: int, wait_s: float) -> str:
         host = self._constructor(rank)
         if host not in self._outside:
             assert self._door is not None
-            self._outside[host] = self._of_host(host, "listen", *self._door)
-        return self._outside[host], ""
+            self._outside[host] = self._of_host(host, wait_s, "listen", *self._door)
+        return self._outside[host]
 
     def taken_by(self, rank: int) -> int:
         """The last step that a rank's client took, as its constructor host knows."""
-        return int(self._of_host(self._constructor(rank), "taken", rank))
+        host, control = self._constructor(rank), self._parts.control
+        try:
+            return int(control.get(control.call(host, "taken", rank), TAKEN_S))
+        except ActorLost:
+            raise self._missed(host.name) from None
 
     def _constructor(self, rank: int) -> Any:
         name = f"constructor-host/{self._parts.constructor_of[self._bucket_of[rank]]}"
@@ -261,10 +281,15 @@ class PlannedEngine:
             return finish.error
         return DataStall(f"{name} to be started again", 0.0)
 
-    def _of_host(self, host: Any, method: str, *args: Any) -> str:
+    def _of_host(self, host: Any, wait_s: float, method: str, *args: Any) -> str:
+        """Asked once, whoever wants it: one that is being started answers later, and who asks for many must not wait for it."""
+        control = self._parts.control
+        with self._asking:
+            if (answer := self._asked.get((host, method))) is None:
+                answer = self._asked[host, method] = control.call(host, method, *args)
         try:
-            return str(self._parts.control.get(self._parts.control.call(host, method, *args), START_S))
-        except ActorLost:
+            return str(control.get(answer, wait_s))
+        except (ActorLost, DataStall):
             raise self._missed(host.name) from None
 
     # what happens to the job
@@ -308,13 +333,12 @@ class PlannedEngine:
         before, h = parts.blueprint, parts.next_host
         parts.next_host += 1
         parts.blueprint = blueprint.with_loaders((*parts.hosting.loaders, blueprint.loaders_of(i)), SIDE_BY_SIDE)
-        parts.kits[h] = (i,)
+        parts.kits[h], self._without = (i,), (h, before)
         try:
             host = parts.recipes.loader_host(h, [i], parts.blueprint.openings(i, Cursor()), self._constructor_addresses())
             parts.hosts[host.name] = host
             parts.control.get(parts.control.call(host, "do", []), START_S)
         except BaseException:
-            parts.blueprint = before
             self.drop_prepared(h)
             raise
         return h
@@ -323,11 +347,14 @@ class PlannedEngine:
         """Of one that is being started again where the last one was: the planner will tell of the new one."""
         for rank in self._bucket_of:
             with contextlib.suppress(DataStall):
-                self.address_for(rank)
+                self._address_for(rank, START_S)
         return {int(name.rpartition("/")[2]): address for name, address in self._known.items()}
 
     def drop_prepared(self, prepared: int) -> None:
         self._parts.kits.pop(prepared, None)
+        of, before = self._without
+        if of == prepared and before is not None:  # a planner that comes later is not to know of it
+            self._parts.blueprint = before
         host = self._parts.hosts.pop(f"loader-host/{prepared}", None)
         if host is not None and not self._closed:
             self._parts.control.kill(host)

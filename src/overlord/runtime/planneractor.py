@@ -20,7 +20,9 @@ from overlord.channel.codec import register
 from overlord.errors import ActorLost, OverlordError
 from overlord.messages import Finish, Report, Stage, StreamState
 from overlord.observe.memory import pss_bytes
+from overlord.planner.events import lost
 from overlord.planner.spec import Mixed, NewSource, Quarantined, SourceSpec
+from overlord.recovery.replay import Recovered
 from overlord.runtime.hostactor import Events
 from overlord.runtime.journalling import Journal
 from overlord.runtime.local import Pump
@@ -69,7 +71,7 @@ class PlannerActor:
         self._closed = self._opens_journal = self._beats_pump = False
         self._ran = threading.Event()
         self._ran.set()
-        self._told: Finish | None = None
+        self._told: Finish | str | None = "nothing yet"  # what a planner before this one said of the end counts no more
         self._acked = -2
         self._watched = kit.watched
 
@@ -123,6 +125,7 @@ class PlannerActor:
             self._host.on_stage.append(self._staged)
             self._host.on_lost.append(lambda event: self._events.put(("lost", event)))
             self._host.on_taken = self._taken
+            self._say_found()
             behind = self._host.past.acked
             self._pump.start(self._broke, self._after_turn)
             self._beats_pump = True
@@ -134,18 +137,32 @@ class PlannerActor:
         """The first planner starts its hosts; one that comes later takes over those that live, and goes back."""
         if not self._kit.incarnation:
             return PlannerHost(self._kit, self._peers, self._pump, self._starter, say=self._say)
+        if not self._kit.opened:  # what the journal says is of a session before this one, or nothing: ``open_journal`` is to come
+            host = PlannerHost(self._kit, self._peers, self._pump, self._starter, Recovered(), say=self._say)
+            host.take_over()
+            return host
         journal, found = Journal.resumed(self._where_journal, self._kit.blueprint.job.name)
         journal.start(self._pump.post)
         try:
             host = PlannerHost(self._kit, self._peers, self._pump, self._starter, found, say=self._say)
             host.journal = journal
-            if not found.empty:
-                journal.begin(host.planner.state(), host.blueprint)
+            journal.begin(host.planner.state(), host.blueprint)
         except BaseException:
             journal.close()
             raise
         host.take_over()
         return host
+
+    def _say_found(self) -> None:
+        """What the planner before this one knew, and perhaps died before it was heard: behind which step all stand, how far each rank is,
+        which sources left."""
+        host = self._host
+        for event in lost(host.planner.state().events) if self._kit.incarnation else ():
+            self._events.put(("lost", event))
+        if self._watched and host.stood is not None:
+            self._events.put(("staged", host.stood.step - 1, host.stood, True))
+        for rank, step in host.stands.items():
+            self._taken(rank, step)
 
     @property
     def _where_journal(self) -> str:

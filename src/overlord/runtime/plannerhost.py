@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from overlord.errors import ActorLost, DataStall, OverlordError
-from overlord.messages import Attach, Consumed, Detach, Opening
+from overlord.messages import Attach, Consumed, Detach, Opening, StreamState
 from overlord.planner.schedulebase import learns
 from overlord.recovery.past import Past
 from overlord.recovery.replay import Recovered
@@ -82,6 +82,8 @@ class PlannerHost(ProcessHost):
         self._answers: dict[str, Any] = {}  # of hosts that live
         self._listed: tuple[Any, int, int] = (None, 0, 0)  # of which planner, and how many of its quarantined and spoiled rows were told
         self._recovered = 0
+        self.stood: StreamState | None = None  # behind the last step that all took, as it was when that was planned
+        self.stands: dict[int, int] = {}  # the last step that each rank took, of those that could be asked
         self._had: dict[int, set[int]] = {}  # loaders of a loader host that was taken over
         self._learns = learns(kit.blueprint.job.mixture)
         self._unsure: list[Consumed] = []  # taken, and what was reported before that is perhaps still on its way
@@ -92,10 +94,12 @@ class PlannerHost(ProcessHost):
             self._ask_living(peers)
             if not found.empty:
                 since = self._taken_since(peers)
-                state = found.state(behind(found, [] if self._learns else since))
+                self.stands = {r: step for r, step in zip(kit.attached, since, strict=True) if step is not None and step >= 0}
+                stands_at = behind(found, [] if self._learns else since)
+                state, self.stood = found.state(stands_at), found.bare(stands_at)
                 if self._learns:
-                    self._unsure = [Consumed(r, step) for r, step in zip(kit.attached, since, strict=True) if step is not None]
-                blueprint = blueprint.first(len(found.names)).floored(found.next_step)  # type: ignore[assignment]
+                    self._unsure = [Consumed(r, step) for r, step in self.stands.items()]
+                blueprint = blueprint.first(len(found.names), found.fingerprint).floored(found.next_step)  # type: ignore[assignment]
             starter.hosting = kit.hosting_of(len(blueprint.specs))
         super().__init__(blueprint, state, peers, pump, kit.session, machine, starter)
         self._told_hosts = self._cutter.hosts()
@@ -163,6 +167,9 @@ class PlannerHost(ProcessHost):
         found = self._have({f"constructor-host/{c}": lambda c=c: self._asking.constructor(c) for c in cs})  # type: ignore[misc]
         for c, (remote, address) in zip(cs, found.values(), strict=True):
             self._constructors[c], self._addresses[c] = remote, address
+        for h in [h for h in self._kits if self._is_spare(h)]:
+            del self._kits[h]
+            self._say_word("ended", h)
         hs = {h: (h, sources, (), self._addresses) for h, sources in sorted(self._kits.items()) if min(sources) < len(self.hosting.loaders)}
         found = self._have({f"loader-host/{h}": lambda args=args: self._asking.loader_host(*args) for h, args in hs.items()})  # type: ignore[misc]
         for h, (remote, figures) in zip(hs, found.values(), strict=True):
@@ -176,6 +183,10 @@ class PlannerHost(ProcessHost):
             self._attached.add(rank)
             self._served[self._bucket_of[rank]] += 1
             self.planner.handle(Attach(rank))  # what it would do is not done: this planner only stands for the one that was lost
+
+    def _is_spare(self, h: int) -> bool:
+        """It was to read a source beside others, has nothing yet, and is not there: perhaps it could not be started."""
+        return h >= SCALED and f"loader-host/{h}" not in self._handles and h not in self._cutter.hosts()
 
     def _have(self, starts: Mapping[str, Callable[[], Handle]]) -> dict[str, tuple[Remote, Any]]:
         """Hosts of a kind, by name, and their answers: those that live, and others for the rest, which are started together."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from overlord.channel.seal import seal
+from overlord.client.remote import RemoteInbox
 from overlord.errors import ActorLost, OverlordError
 from overlord.hooks import CONSTRUCTOR, LOADER, of_kind
 from overlord.messages import (
@@ -96,7 +97,7 @@ class ProcessHost(Scaling):
         )  # fmt: skip
         self._served = np.zeros(len(self._ranks), np.int64)  # attached ranks of every bucket
         self._attached: set[int] = set()
-        self._boxes: list[InsideBox] = []  # of clients in this process
+        self._boxes: list[RemoteInbox] = []  # of clients in this process
         self._moves: dict[int, int] = {}  # loader -> the host it is to be opened on
         self._closed = False
         self._loaders: dict[int, Remote] = {}
@@ -364,7 +365,6 @@ class ProcessHost(Scaling):
             return
         if first or not self.plans.of(step):  # one that was planned before by a planner that is gone is known here since now
             self.plans.keep(stage)
-        if first:
             for watcher in self.on_stage:
                 watcher(stage)
         self._send_cuts(self._cutter.cut(stage, seal(stage.after), self._served > 0, self.past.acked))

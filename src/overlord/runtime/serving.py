@@ -99,11 +99,18 @@ class Serving:
         return Elsewhere(rank, generation) if self.delivery is None else self.delivery.box(rank, generation)
 
     def _note(self, stage: Stage) -> None:
-        """In the pump."""
-        with self._lock:
-            self._afters[stage.plan.step] = stage.after  # type: ignore[assignment]
+        """In the pump, or in a thread that hears what a planner elsewhere says: one that came in the place of another may say of a step
+        that was taken already what that one did not live to say."""
+        session, step = self._session, stage.plan.step
+        with session._lock, self._lock:
+            self._afters[step] = stage.after  # type: ignore[assignment]
             if not stage.skipped:
-                self._last = stage.plan.step
+                self._last = max(step, self._last)
+            if step > max(session._taken.values(), default=-1):
+                return
+            for seat in self.seats:
+                if session._taken.get(seat.rank) == step:
+                    seat._state = stage.after
 
     def took(self, rank: int, step: int, of: Outbox | None = None) -> None:
         """A client has handed a step to its trainer. ``of``: from this box, which may be one of a generation that is over."""
@@ -113,15 +120,16 @@ class Serving:
             if not isinstance(seat, Seat):
                 return
             box = session._inboxes[rank][1]
-            if of is not None and box is not of:
-                return
+            before = session._taken.get(rank, -1)
+            if (of is not None and box is not of) or step < max(before, session._start_state.step):
+                return  # of a constructor that was started anew, or went back: it counts all ranks as that far, those that are to come too
             session._inboxes[rank] = (session._generation, box)  # whoever takes a step of a generation has joined it
             with self._lock:
                 seat._state = self._afters.get(step, seat._state)
                 slowest = min([step, *session._taken.values()]) if len(session._taken) == len(session._clients) else -1
                 for old in [s for s in self._afters if s < slowest]:
                     del self._afters[old]
-            seat.steps, seat.waited_s = seat.steps + 1, getattr(box, "waited_s", 0.0)
+            seat.steps, seat.waited_s = seat.steps + (step > before), getattr(box, "waited_s", 0.0)
         session._consumed(rank, box, step)
 
     # who is there
@@ -295,9 +303,10 @@ class Serving:
     def _rewind(self, rank: int, request: Mapping[str, Any]) -> dict[str, Any]:
         session, (generation, took) = self._session, request["took"]
         with session._lock:
+            again = generation != session._generation and rank not in session._taken  # perhaps: the first answer was lost with its link
             if took >= 0 and rank in session._inboxes and generation == session._generation:
                 session._taken.setdefault(rank, took)
-        box, state = session._rewind(rank, request["state"], request["allow"])
+        box, state = session._rewind(rank, request["state"], request["allow"], again=again)
         with session._lock:
             seat = self._seat(rank)
             seat._inbox, seat._state = box, state

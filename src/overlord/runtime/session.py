@@ -78,6 +78,8 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             self._lost = {event.name: event for event in lost(self._start_state.events)}
             beginning.write(self._host, blueprint)
         except BaseException:
+            if (engine := getattr(self, "_host", None)) is not None:
+                engine.close()
             blueprint.close()
             self._journal.close()
             getattr(self, "_let_go", lambda: None)()
@@ -250,8 +252,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         assert error is not None
         raise error
 
-    def _rewind(self, rank: int, state: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[Box, StreamState]:
-        """One rank loads a state. The first opens a generation; the others join it, and must load the same state."""
+    def _rewind(self, rank: int, state: Mapping[str, Any], allow: tuple[str, ...], *, again: bool = False) -> tuple[Box, StreamState]:
+        """One rank loads a state. The first opens a generation; the others join it, and must load the same state. ``again``: it may have
+        said so before, and not have heard the answer."""
         blueprint, restored = self._restore(state, allow)
         mark = mark_of(blueprint, restored)
         with self._moving:
@@ -259,7 +262,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
                 raise OverlordError(f"the client of rank {rank} is closed")
             if self._inboxes[rank][0] == self._generation:
                 lost = self._host.planner.finished is not None and isinstance(self._host.planner.finished.error, ActorLost)
-                if mark != self._mark or self._taken or lost:  # else it stands there already, and so does everyone
+                if mark != self._mark or (self._taken and not again) or lost:  # else it stands there already, and so does everyone
                     self._restart(blueprint, restored, mark)
             elif mark != self._mark:
                 differ = _apart(blueprint.export(restored), self._blueprint.export(self._start_state))
@@ -283,21 +286,25 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         self._blueprint.close()
         for _, inbox in boxes.values() if not together else ():
             inbox.end(OverlordError(MOVED))
+        host: Engine | None = None
         try:
             self._pump.ask(lambda: old.stop(), "the old cores to stop")
             old.journal = UNWRITTEN
-            host = make_engine(self._runtime, blueprint, state, self._pump, self._generation + 1)
+            host = self._new_engine(blueprint, state)
             host.on_lost.append(self._source_lost)
             self._pump.ask(lambda: Beginning(self._journal, anew=True).write(host, blueprint), "the journal")
             if self._serving is not None:
                 self._serving.furnish(host)
+            start_state = host.planner.state()  # it may have to be waited for, which nobody may do under the lock
         except Exception as error:  # nothing is left to serve anyone: they are to know why
+            if host is not None:
+                host.close()
             self._broke(error)
             raise
         with self._lock:
             self._blueprint, self.job = blueprint, blueprint.given
             self._generation, self._mark, self._host = self._generation + 1, mark, host
-            self._start_state, self._left = host.planner.state(), None
+            self._start_state, self._left = start_state, None
             self._lost = {event.name: event for event in lost(self._start_state.events)}
             self._taken, self._told, self._log = {}, -1, Log(self.job.feedback_lag)
             world = self.job.place.world_size
@@ -315,6 +322,18 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             raise OverlordError("the session is closed")
         if begun:
             self._pump.ask(lambda: self._attach(host), "clients to be attached")
+
+    def _new_engine(self, blueprint: Blueprint, state: StreamState) -> Engine:
+        """For a session that runs: a part that is lost while they are all being started does not end it."""
+        options = blueprint.options
+        for left in reversed(range(1 + (options.max_restarts if options.failover else 0))):
+            try:
+                return make_engine(self._runtime, blueprint, state, self._pump, self._generation + 1)
+            except ActorLost as fault:
+                if not left or self._closed:
+                    raise
+                log.warning("%s is lost while the session is moved: %s; all parts are started once more", fault.name, fault.reason)
+        raise AssertionError("the last attempt returns or raises")
 
     # the end
 

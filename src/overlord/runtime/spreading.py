@@ -92,6 +92,7 @@ class Spreading(Joining):
 
     def _start_scaled(self, change: Change, h: int) -> None:
         """Beside the pump."""
+        remote: Remote | None = None
         try:
             linked = dict(self._addresses)
             remote = self._watched(self._starter.loader_host(h, self._kits[h], (), linked), joined=False)
@@ -99,13 +100,17 @@ class Spreading(Joining):
             self._answer(remote, "do", [])
         except Exception as fault:
             words = f"{type(fault).__name__}: {fault}"
-            self._pump.post(lambda: self._not_started(change, h, words))
+            self._pump.post(lambda: self._not_started(change, h, words, remote))
         else:
             self._pump.post(lambda: self._started(change, h, remote))
 
-    def _not_started(self, change: Change, h: int, reason: str) -> None:
+    def _not_started(self, change: Change, h: int, reason: str, remote: Remote | None) -> None:
+        """What there is of it ends; a planner that comes later is not to wait for it."""
         if self._closed:
             return
+        if remote is not None:
+            remote.lost = remote.lost or reason
+            self._machine.thread(lambda: self._end_remote(h, remote), f"overlord end {remote.handle.name}")
         log.warning("loader-host/%d could not be started: %s; %s is read as before", h, reason, self.blueprint.job.names[change.source])
         self._kits.pop(h, None)
         change.hosts.remove(h)
@@ -113,7 +118,7 @@ class Spreading(Joining):
 
     def _started(self, change: Change, h: int, remote: Remote) -> None:
         if self._closed or remote.lost:
-            self._not_started(change, h, remote.lost or "the job is over")
+            self._not_started(change, h, remote.lost or "the job is over", remote)
             return
         self._loaders[h], remote.joined = remote, True
         self._supervisor.handle(Up(remote.handle.name), self._machine.now())
@@ -232,4 +237,11 @@ class Spreading(Joining):
             self._shadows.forget(self._living())
             self._follow_from_here(self._fill_shadows())
             self.run()
-        self._machine.thread(lambda: self._starter.end(h, remote.handle), f"overlord end {remote.handle.name}")
+        self._machine.thread(lambda: self._end_remote(h, remote), f"overlord end {remote.handle.name}")
+
+    def _end_remote(self, h: int, remote: Remote) -> None:
+        """Beside the pump."""
+        try:
+            self._starter.end(h, remote.handle)
+        except OverlordError as fault:  # it waits for a disk, perhaps
+            log.warning("%s: %s", remote.handle.name, fault)
