@@ -318,6 +318,8 @@ def test_a_constructor_that_is_lost_while_a_session_that_serves_is_moved_holds_u
         monkeypatch.setattr(Serving, "furnish", dies)
         session.load_state_dict(saved)
         assert killed
+        assert [next(client).step for client in clients] == [1, 1], "though they have later ones of before, and no constructor to ask"
+        session.load_state_dict(saved)
         got: dict[int, list[Any]] = {0: [], 1: []}
         take(clients, STEPS - 1, got)
         for client in clients:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,15 @@ import pytest
 
 import overlord as ov
 from overlord.channel.server import Server
+from overlord.errors import StorageError
 from overlord.loader import memory
 from overlord.loader.buffer import Shelf
 from overlord.loader.loader import Loader
 from overlord.loader.memory import Memory
 from overlord.loader.order import SourceOrder
-from overlord.messages import Announce, Back, Cursor, Finish, Found, Opening, Part, Payload, Read, Refill, WindowRead
-from overlord.runtime.bootstrap import Blueprint, Options
+from overlord.messages import Announce, Back, Cursor, Finish, Found, Opening, Part, Payload, Read, ReadFailed, Refill, WindowRead
+from overlord.runtime import loaderhost
+from overlord.runtime.bootstrap import Blueprint, Options, open_loader
 from overlord.runtime.hostactor import Settings
 from overlord.runtime.loaderhost import LoaderHost
 from overlord.sample import Content, Ragged
@@ -341,6 +344,21 @@ def test_a_promoted_shadow_goes_on_from_memory(behind: bool) -> None:
     assert all(len(set(rows)) == 1 for rows in run.payload.values())
 
 
+def test_what_a_shadow_could_not_read_is_read_again_when_it_takes_over() -> None:
+    run = with_shadow()
+    run.go_on(4)
+    follower = run.hosts[1].loading.hosted[0]
+    follower.loader.handle(ReadFailed(StorageError("a", "its mount was away")))
+    assert run.hosts[1].loading.caught_up([0]) is False, "one that can read nothing has not caught up"
+    run.home[0] = 1
+    run.hosts[0].loading.close(0)
+    run.hosts[0].executor.begun.clear()
+    run.back(0)
+    run.to_the_end()
+    assert run.stream.error is None
+    assert rows_of(run) == list(range(30))
+
+
 def test_a_shadow_is_not_popped_behind_a_back_before_it_is_told_where_it_stands() -> None:
     run = with_shadow()
     run.go_on(4)
@@ -494,3 +512,25 @@ def test_a_loader_host_follows_and_is_quiet_until_it_is_made_the_primary() -> No
         assert {e.generation for e in happened if isinstance(e, Announce)} == {STRIDE}
         told.part(0, 2, STRIDE)
         assert told.constructor.wait(1) == [(0, STRIDE, tokens(0, 1))]
+
+
+def test_a_host_whose_pump_opens_a_source_for_long_is_heard_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    opens, may = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        opens.set()
+        assert may.wait(20.0)
+        return open_loader(*args)
+
+    with Told(failover=True) as told:
+        asked = threading.Event()
+        told.host._pump.post(lambda: asked.wait(20.0))
+        before = told.host.beat()  # on its way when the opening begins
+        monkeypatch.setattr(loaderhost, "open_loader", slow)
+        told.host.do([replace(told.back(0, 1, STRIDE), afresh=True)])
+        asked.set()
+        assert opens.wait(20.0)
+        assert before.result(20.0)
+        assert told.host.beat().result(20.0)
+        may.set()
+        assert told.host.beat().result(20.0)

@@ -125,3 +125,9 @@ def test_what_names_no_file_is_an_error_with_a_hint(tree, path, says):
 def test_an_unknown_store_is_an_error_that_lists_the_known_ones():
     with pytest.raises(SourceError, match="known schemes: file, s3"):
         Files.resolve("ftp://host/x.parquet", source="web")
+
+
+def test_a_name_that_is_no_text_is_told_with_its_source(tree):
+    Path(os.fsdecode(os.fsencode(tree) + b"/\xff.txt")).write_text("x")
+    with pytest.raises(SourceError, match=r"source 'web', .*: wanted names of files that are UTF-8, found .*xff\.txt.*; rename that file"):
+        names(f"{tree}/*.jsonl", tree)

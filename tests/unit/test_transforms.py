@@ -166,6 +166,16 @@ def test_a_tokenizer_has_the_fingerprint_of_its_content_wherever_it_lies(tokeniz
 # Tokenize
 
 
+def test_a_process_that_finds_another_tokenizer_than_the_job_was_launched_with_says_so(tokenizer: str, tmp_path: Path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(Path(tokenizer).read_text())
+    sent = pickle.dumps(pipeline(Tokenize(str(path), text="text")))
+    assert pickle.loads(sent).transforms == (Tokenize(str(path), text="text"),)
+    path.write_text(Path(tokenizer).read_text().replace('"w299"', '"w300"'))
+    with pytest.raises(TransformError, match=r"source 'web', Tokenize: the tokenizer file .* has changed since .*; put back the one it"):
+        pickle.loads(sent)
+
+
 def test_text_becomes_ids_in_the_smallest_type_whatever_padding_the_file_asks_for(tokenizer: str):
     block = run(pipeline(Tokenize(tokenizer)), pa.table({"text": ["w0 w1 w2 w3 w4", "w299"]}))
     assert rows_of(block) == [[2, 3, 4, 5, 6], [301]]

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from overlord.client.asking import FRONT_DOOR, Asking
 from overlord.client.client import Box, Client, State
-from overlord.client.remote import RemoteInbox
+from overlord.client.remote import HOSTS, RemoteInbox
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, LinkRefused, OverlordError, StateMismatch
 from overlord.messages import Sealed
 
@@ -118,9 +118,10 @@ class _Connected:
             _TOGETHER.setdefault(self._asking.address, WeakSet()).add(box)
         return box
 
-    def _beside(self) -> list[RemoteInbox]:
+    def _beside(self, box: RemoteInbox) -> list[RemoteInbox]:
+        """Those that the same thread takes from: one that another thread has may be about to load a state."""
         with _LOCK:
-            return list(_TOGETHER.get(self._asking.address, ()))
+            return [other for other in _TOGETHER.get(self._asking.address, ()) if other.taker == box.taker]
 
     def _token(self, at: Mapping[str, Any]) -> str:
         """For the constructor: the one we came with, which so never travels; or one of a socket of this machine."""
@@ -131,6 +132,8 @@ class _Connected:
         inbox = self._client._inbox if self._client is not None else None
         if at["generation"] != generation and isinstance(inbox, RemoteInbox):  # the whole session was moved, and this client with it
             inbox.move(at["generation"], at["state"])
+        if not at["constructor"]:
+            raise DataStall(f"{HOSTS}* of rank {self._asking.rank} to be started again", 0.0)
         return at["constructor"], self._token(at)
 
     def _where_it_is(self, generation: int) -> tuple[str, str]:

@@ -48,13 +48,12 @@ class RemoteInbox:
 
     One thread may take the steps of several ranks in turn. When their constructor is lost and they live on what they have, it is the first
     that waits for the next step, and the others ask for nothing any more: nobody would tell the new constructor what they have taken.
-    So whoever waits looks after those ``beside`` it, too: the links of this process to one session, of which it knows those that its own
-    thread has taken steps from."""
+    So whoever waits looks after those ``beside`` it, too, of this process and of one session."""
 
     def __init__(
         self, *, rank: int, address: str, token: str, where: Callable[[int], tuple[str, str]], next_step: int, generation: int = 0,
         prefetch: int = 4, reconnect_s: float = 60.0, on_moved: Callable[[Sealed], None] = lambda state: None,
-        beside: Callable[[], Iterable[RemoteInbox]] = tuple,
+        beside: Callable[[RemoteInbox], Iterable[RemoteInbox]] = lambda box: (),
         dial: Callable[..., tuple[Any, Any]] = dial, now: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
     ):  # fmt: skip
         self._dial, self._now, self._sleep = dial, now, sleep  # of a virtual clock, in simulations
@@ -79,7 +78,7 @@ class RemoteInbox:
         self._waited_s = 0.0
         self._heard_at = now()  # when something came by the link
         self._changed = threading.Condition()  # for the reading thread, where there is one
-        self._taker = (0, 0)  # the process and the thread that has asked last
+        self.taker = (0, 0)  # the process and the thread that has asked last
         self._mine = threading.Lock()  # held by whoever reads the link: two readers would swap steps
         self._link: SocketLink | None = None
         if address:
@@ -91,7 +90,7 @@ class RemoteInbox:
 
     def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
         """The next step; None when the time is over; StopIteration, or the error, when there is none."""
-        start, self._taker = self._now(), (os.getpid(), threading.get_ident())
+        start, self.taker = self._now(), (os.getpid(), threading.get_ident())
         try:
             with self._mine:
                 return self._get(start + timeout_s)
@@ -112,7 +111,6 @@ class RemoteInbox:
 
     def _get(self, deadline: float) -> tuple[Told, Bucket] | None:
         self._drain()
-        others = [box for box in self._beside() if box is not self and box._taker == self._taker]
         while True:
             if self._link is None and (self._steps or self._ended):
                 self._look_again()
@@ -129,11 +127,17 @@ class RemoteInbox:
             left = deadline - self._now()
             if left <= 0:
                 return None
-            self._wait(min(left, BESIDE_S if others else LOOK_S))
+            self._wait(min(left, BESIDE_S if self._others() else LOOK_S))
             self._see_who_is_there()
-            for box in others if not self._steps else ():
-                with contextlib.suppress(OverlordError):  # it is told when it asks
-                    box.look_around()
+            self._look_after_others()
+
+    def _others(self) -> list[RemoteInbox]:
+        return [box for box in self._beside(self) if box is not self]
+
+    def _look_after_others(self) -> None:
+        for box in self._others() if not self._steps else ():
+            with contextlib.suppress(OverlordError):  # it is told when it asks
+                box.look_around()
 
     def _see_who_is_there(self) -> None:
         """Nothing has come for long. Perhaps the constructor was given up, being stopped or cut off, and another has its place: the link

@@ -43,7 +43,7 @@ class Loader:
         self._rows = 0  # raw rows of the open window, not yet evaluated
         self._closed = True  # the open window was announced to its end
         self._busy = ""
-        self._done = False
+        self._done = self.failed = False  # the latter: something could not be read
         self._must = self._level = 0
         self._horizon = cursor.epoch * order.n_groups + cursor.group + GROUPS_AHEAD
         self.ready = 0  # samples announced and not popped; one that follows another may owe some, and is below 0 then
@@ -101,7 +101,7 @@ class Loader:
             case Evaluated():
                 return self._evaluated(event) + self._next_work()
             case ReadFailed(error=error):
-                self._busy, self._done = "", True
+                self._busy, self._done, self.failed = "", True, True
                 at = (self._epoch, self._group, self._window)
                 return self._say(Announce(self.number, *at, None, error=error, generation=self.generation))
             case _:

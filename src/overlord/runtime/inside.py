@@ -33,7 +33,7 @@ class InsideBox:
         if self._remote is None:
             self._remote = RemoteInbox(
                 rank=self._rank, address="", token="", where=lambda generation: self._where(), next_step=self._next,
-                generation=self._generation, prefetch=self._prefetch, beside=lambda: list(self._beside),
+                generation=self._generation, prefetch=self._prefetch, beside=lambda box: list(self._beside),
             )  # fmt: skip
             self._beside.append(self._remote)
             if self._over is not None:  # meanwhile, by another thread

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -60,6 +62,7 @@ class LoaderHost(HostActor):
         self._one_worker = settings.one_worker
         self._workers: dict[int, TransformWorker] = {}  # by source where its loaders share one, else by loader, as a number below 0
         self._worker_of: dict[int, int] = {}  # which of them every loader has, if any
+        self._opens, self._beats = False, deque[Future[bool]]()  # a source is being opened; who wants to know whether the pump runs
         self._awaited: list[tuple[list[int], Future[bool]]] = []  # shadows that are to take over once they hold enough
         self._failover = settings.failover and bool(constructors)  # a client that builds for itself has nobody to go back with
         self._loading = Loading(self._executor, self.run, keeps=self._failover)
@@ -126,10 +129,30 @@ class LoaderHost(HostActor):
         if shared is not None and (not self._one_worker or shared.pid is None):
             self._workers.pop(key).close()
             shared = None
-        loader, reader, worker = open_loader(self._kits[opening.source], opening, self._handles, shared)
+        self._opens = True
+        self._answer_beats()
+        try:
+            loader, reader, worker = open_loader(self._kits[opening.source], opening, self._handles, shared)
+        finally:
+            self._opens = False
         if worker is not None:
             self._workers[key] = worker
         self._loading.open(loader, reader)
+
+    def beat(self) -> Future[bool]:
+        """While a source is opened the pump stands: processes for its transforms are started there, and import what they need. One that
+        does not come to an end is given up by who starts it, so this host is not to be missed for it."""
+        answer = Future[bool]()
+        self._beats.append(answer)
+        self._pump.post(self._answer_beats)
+        if self._opens:
+            self._answer_beats()
+        return answer
+
+    def _answer_beats(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._beats.popleft().set_result(True)
 
     def _drop(self, number: int) -> None:
         self._loading.close(number)
@@ -203,7 +226,8 @@ class LoaderHost(HostActor):
             self._executor.submit("send", lambda: self._send(part, pieces), self._sent(part.step), size=size, urgent=True)
 
     def caught_up(self, loaders: list[int]) -> Future[bool]:
-        """Answered when these loaders hold as much as they were told to: then one of them that follows can take over."""
+        """Answered when these loaders hold as much as they were told to: then one of them that follows can take over. False: one of them
+        cannot read."""
         answer = Future[bool]()
         self._pump.post(lambda: self._awaited.append((loaders, answer)))
         return answer
@@ -220,10 +244,10 @@ class LoaderHost(HostActor):
 
     def _after_turn(self) -> float | None:
         if self._awaited:
-            over = [(loaders, answer) for loaders, answer in self._awaited if self._loading.full(loaders)]
-            self._awaited = [waits for waits in self._awaited if waits not in over]
-            for _, answer in over:
-                answer.set_result(True)
+            over = [(waits, found) for waits in self._awaited if (found := self._loading.caught_up(waits[0])) is not None]
+            self._awaited = [waits for waits in self._awaited if not any(waits is one for one, _ in over)]
+            for (_, answer), found in over:
+                answer.set_result(found)
         return super()._after_turn()
 
     def _send(self, part: Part, popped: list[Content]) -> int:

@@ -73,8 +73,9 @@ class Hosted:
             self.settle()
 
     def back(self, opening: Opening, step: int) -> list[Any] | None:
-        """Stand where the loader stood behind a step; None: memory does not reach so far."""
-        commands = self.loader.back(opening.cursor, opening.generation)
+        """Stand where the loader stood behind a step; None: memory does not reach so far. What a shadow could not read is read again when
+        it takes the other's place: nobody has heard of it, and it may be long ago."""
+        commands = None if self.shadow and self.loader.failed else self.loader.back(opening.cursor, opening.generation)
         if commands is None:
             return None
         self.settle()
@@ -176,9 +177,12 @@ class Loading:
         """Be this loader from a place on, behind a step: what it holds, or held as a shadow, stays; else it is opened there."""
         return self._stand(opening, open, step, shadow=False)
 
-    def full(self, loaders: Iterable[int]) -> bool:
-        """Whether all these hold as much as they were told to."""
-        return all(self.hosted[number].loader.full for number in loaders if number in self.hosted)
+    def caught_up(self, loaders: Iterable[int]) -> bool | None:
+        """Whether all these hold as much as they were told to; None: not yet; False: one of them could not read."""
+        here = [self.hosted[number].loader for number in loaders if number in self.hosted]
+        if any(loader.failed for loader in here):
+            return False
+        return True if all(loader.full for loader in here) else None
 
     def pop_shadows(self, step: int, pops: Mapping[int, int]) -> tuple[dict[int, int], list[Any]]:
         """What a step takes from loaders that are shadows here leaves them and goes nowhere. Returns the other pops, and what they want."""

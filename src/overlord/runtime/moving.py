@@ -93,5 +93,5 @@ class Joining(Recovering):
         self._loaders[host].out.append(opening if afresh else ("stand", command.step, opening))
         if self._shadows.where.get(loader) == host:  # it moved to where it was followed
             self._shadows.drop(loader)
-            self._fill_shadows()
+            self._follow_from_here([other for other in self._fill_shadows() if other != loader])
         self._follow({loader: opening})

@@ -262,8 +262,8 @@ class Parts:
                 time.sleep(0.005)  # what it died of is told in a moment
 
     def open_journal(self, anew: bool, floor: int) -> None:
-        """Where this session begins is written down, before anyone takes part. A planner that was started before that was known here has
-        begun where the first did, and writes it once more: nothing was planned meanwhile."""
+        """Where this session begins is written down, before anyone takes part. If the planner that did so is lost before its answer is
+        here, the next one has begun at the same place, not knowing of it: it writes it once more. Nothing was planned meanwhile."""
         while not self._opened:
             planner = self.planner
             self.ask("open_journal", anew, floor)
@@ -286,6 +286,11 @@ class Parts:
             if not self._ready or self.planner is None:
                 raise DataStall(self.absent or "the planner", timeout_s)
             return self.planner
+
+    @property
+    def is_over(self) -> bool:
+        """There is no planner, and there will be none."""
+        return self._over is not None
 
     def written_before(self) -> dict[str, float]:
         """What the planners that are gone had counted of their journal, up to the last step that all ranks took."""

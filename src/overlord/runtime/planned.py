@@ -173,6 +173,8 @@ class PlannedEngine:
                 self._pump.post(lambda: self._all_reported(mark))
             case ("recovered", dict(row)):
                 self.recoveries.append(row)
+            case ("finish", None) if self._parts.is_over:
+                pass  # a last word of one that was given up since
             case ("finish", (Finish() | None) as finish):
                 self.planner.finished = finish
             case ("over", Exception() as error):
@@ -285,7 +287,8 @@ class PlannedEngine:
         """Asked once, whoever wants it: one that is being started answers later, and who asks for many must not wait for it."""
         control = self._parts.control
         with self._asking:
-            if (answer := self._asked.get((host, method))) is None:
+            answer = self._asked.get((host, method))
+            if answer is None or (answer.done() and answer.exception() is not None):
                 answer = self._asked[host, method] = control.call(host, method, *args)
         try:
             return str(control.get(answer, wait_s))

@@ -159,6 +159,7 @@ class Cluster:
             return
         try:
             self._leave()
+            self._settle()
         finally:
             self._lock.release()
 
@@ -169,8 +170,10 @@ class Cluster:
             raise DataStall(f"Ray: {what}", HOLD_S)
         try:
             self._settle()
-            yield
-            self._settle()
+            try:
+                yield
+            finally:
+                self._settle()
         finally:
             self._lock.release()
 
@@ -291,8 +294,10 @@ class Cluster:
             # The pool is for workers: Ray loads Arrow in them before they do anything of ours.
             with environment_kept(), system_pool(), _loopback() if address is None else contextlib.nullcontext():
                 self._terminated = Terminated()
-                ray.init(address or "local", **settings)
-                self._terminated.keep()
+                try:
+                    ray.init(address or "local", **settings)
+                finally:
+                    self._terminated.keep()
         except BaseException as fault:
             self._end()
             if isinstance(fault, Exception):

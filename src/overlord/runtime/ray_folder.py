@@ -40,7 +40,7 @@ class Terminated:
     def restore(self) -> None:
         """It is not any more; one that somebody else has set meanwhile stays. Only in the thread in which Ray could set its own."""
         if self._rays is not None and signal.getsignal(signal.SIGTERM) is self._rays:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, TypeError):  # not of this thread; or set by another language
                 signal.signal(signal.SIGTERM, self._before)
 
 

@@ -102,16 +102,19 @@ def check_token(has_token: Callable[[], bool], lets_in: Callable[[bool], bool]) 
 
 
 def asks_for_token(address: str) -> bool:
-    """Whether a head that this program is connected to would let in who shows none. Asked by another process: what a process shows is one
-    setting for all it says, also to who is asked at the same time. One that cannot be asked is taken for one that asks: it let us in."""
+    """Whether a head that this program is connected to lets in only who shows one. Asked by another process: what a process shows is one
+    setting for all it says, also to who is asked at the same time. Where that fails it is taken for one that asks, with a warning."""
     settings = {key: value for key, value in os.environ.items() if key not in TOKENS} | {MODE: "disabled"}
+    settings["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     code = "import sys; from overlord.runtime.ray_cluster import _lets_in; print('open' if _lets_in(sys.argv[1], False) else 'closed')"
     try:
         said = subprocess.run([sys.executable, "-c", code, address], env=settings, capture_output=True, text=True, timeout=PROBE_S)
+        answer, why = said.stdout.strip(), said.stderr.strip().rpartition("\n")[2]
     except (OSError, subprocess.SubprocessError) as fault:
-        log.warning("whether the cluster at %s asks for a token could not be found out: %s", address, fault)
-        return True
-    return said.stdout.strip() != "open"
+        answer, why = "", str(fault)
+    if answer not in ("open", "closed"):
+        log.warning("whether the cluster at %s asks for a token could not be found out: %s", address, why)
+    return answer != "open"
 
 
 def check_own_refused() -> None:

@@ -299,13 +299,16 @@ class Recovering(Shadowing):
         self._mended(self.planner.next_step - 1)
 
     def _join(self, name: str) -> None:
-        """A loader host is there again, and others have taken over what it had: it follows them from here on."""
-        if (remote := self._fresh.pop(name, None)) is None:
-            return  # it came in time for all to go back
+        """A loader host is there again, and others have taken over what it had: it follows them from here on. Where they have not yet,
+        since someone else is missing whom nobody stands by for, it waits until all go back."""
+        h = int(name.partition("/")[2])
+        if name not in self._fresh or self._loaders_on(h) or h in self._shadows.where.values():
+            return  # or it came in time for all to go back
+        remote = self._fresh.pop(name)
         self._take_place(remote)
         self._link_again(remote)
         remote.out.append(Back(self._base, self.planner.next_step - 1))
-        self._follow_from_here(followed := self._fill_shadows(only=int(name.partition("/")[2])))
+        self._follow_from_here(followed := self._fill_shadows(only=h))
         log.warning("%s is there again; it stands by for %d loaders", name, len(followed))
         self.run()
 

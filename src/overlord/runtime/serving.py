@@ -122,7 +122,7 @@ class Serving:
             box = session._inboxes[rank][1]
             before = session._taken.get(rank, -1)
             if (of is not None and box is not of) or step < max(before, session._start_state.step):
-                return  # of a constructor that was started anew, or went back: it counts all ranks as that far, those that are to come too
+                return  # after a loss constructors count every rank as having taken all up to where planning begins: that says nothing
             session._inboxes[rank] = (session._generation, box)  # whoever takes a step of a generation has joined it
             with self._lock:
                 seat._state = self._afters.get(step, seat._state)
@@ -286,7 +286,8 @@ class Serving:
             state, generation = seat._state, session._generation
             if generation not in (request.get("generation"), joined):
                 raise OverlordError(f"rank {rank}: {MOVED}")
-        return where_it_stands(state, generation, session._constructor_address(rank))
+        moved = generation != request.get("generation")  # it must hear of that though its constructor is away: what it has is of before
+        return where_it_stands(state, generation, self._address(rank) if moved else session._constructor_address(rank))
 
     def _why(self, rank: int, request: Mapping[str, Any]) -> str:
         return self._session._why(rank)

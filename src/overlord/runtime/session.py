@@ -296,7 +296,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             if self._serving is not None:
                 self._serving.furnish(host)
             start_state = host.planner.state()  # it may have to be waited for, which nobody may do under the lock
-        except Exception as error:  # nothing is left to serve anyone: they are to know why
+        except BaseException as error:  # nothing is left to serve anyone: they are to know why
             if host is not None:
                 host.close()
             self._broke(error)

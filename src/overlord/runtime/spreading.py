@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from overlord.errors import JobError, OverlordError
@@ -158,23 +158,28 @@ class Spreading(Joining):
         deadline = self._machine.now() + FOLLOW_S
         loaders = {h: [k for k, to in follow.items() if to == h] for h in sorted(set(follow.values()))}
         remotes = {h: self._loaders.get(h) for h in loaders}
-        asked = [r.call(self._control, "caught_up", loaders[h]) for h, r in remotes.items() if r is not None]
-        for future in asked:
+        asked = {h: r.call(self._control, "caught_up", loaders[h]) for h, r in remotes.items() if r is not None}
+        blind = set[int]()
+        for h, future in asked.items():
             try:
-                self._control.get(future, max(0.0, deadline - self._machine.now()))
+                if not self._control.get(future, max(0.0, deadline - self._machine.now())):
+                    blind.add(h)
             except OverlordError:
                 continue  # it is late, or lost: then its loaders stay where they are, or are opened again
-        self._pump.post(lambda: self._switch(change))
+        self._pump.post(lambda: self._switch(change, blind))
 
-    def _switch(self, change: Change) -> None:
-        """Between two steps: all that the next one takes comes from where the loaders are then."""
+    def _switch(self, change: Change, blind: Set[int] = frozenset()) -> None:
+        """Between two steps: all that the next one takes comes from where the loaders are then. ``blind``: hosts that cannot read it."""
         if self._closed or self._change is not change:
             return  # planning went back meanwhile, and took them along
-        living = self._living()
+        if blind:
+            name, hosts = self.blueprint.job.names[change.source], ", ".join(f"loader-host/{h}" for h in sorted(blind))
+            log.warning("%s cannot read %s, though others can; what was to go there stays where it is", hosts, name)
+        living = self._living() - blind
         self._cutter.follow(self._shadows.where)
         moves = {loader: h for loader, h in change.moves.items() if h in living and self._cutter.host(loader) in living}
         for loader, h in change.moves.items():
-            if loader not in moves and h in living:
+            if loader not in moves and h in self._living():
                 self._loaders[h].out.append(("drop", loader))
         self._moves |= moves  # until the planner's word goes its way, which may wait for the journal
         self._over([self._cutter.host(loader) for loader in moves])

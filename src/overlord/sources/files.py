@@ -128,6 +128,9 @@ class Files:
             return [found.file] if found.file else self._directory(rest, name, source, suffixes)
         except (BadFile, Unreachable) as error:
             raise SourceError(source, error.problem, name, error.remedy) from error
+        except UnicodeDecodeError as error:  # the library lists all of a directory, or nothing
+            problem = f"wanted names of files that are UTF-8, found {error.object!r}"
+            raise SourceError(source, problem, name, "rename that file, or move it elsewhere") from error
         except (OSError, re.error) as error:
             raise SourceError(source, f"cannot be listed: {scrub(str(error))}", name) from error
 

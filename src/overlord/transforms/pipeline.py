@@ -45,7 +45,7 @@ from overlord.transforms.columns import (
 from overlord.transforms.frame import Frame, join_rows, run_each, run_whole, said
 from overlord.transforms.imagerows import CHANCE, ITEM, SeenImages, add_items, check_images, find_images, run_images
 from overlord.transforms.images import META, Images
-from overlord.transforms.text import Encoder, Tokenize, build_encoder
+from overlord.transforms.text import Encoder, Tokenize, build_encoder, same_content
 
 IDS = "tokens"  # the column that holds the ids, whatever it was called in the file
 NO_IDS = "add Tokenize(...) or Tokens(column=...) to the transforms, or let the last Map return 'tokens'"
@@ -76,7 +76,8 @@ class Pipeline:
             self._id_bytes = max(self._id_bytes, np.min_scalar_type(self._images.placeholder).itemsize)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.source, self.transforms, self.seed, self.context, self.on_long)
+        contents = {i: encoder.content for i, encoder in self._encoders.items()}
+        return _rebuild, (self.source, self.transforms, self.seed, self.context, self.on_long, contents)
 
     def __repr__(self) -> str:
         cut = [repr(t) for t in self.transforms]
@@ -315,8 +316,15 @@ class Pipeline:
         return (np.random.Generator(np.random.Philox(key=int(key))) for key in keys)
 
 
-def _rebuild(source: str, transforms: tuple[Transform, ...], seed: int, context: int, on_long: str) -> Pipeline:
-    return Pipeline(source, transforms, seed=seed, context=context, on_long=on_long)
+def _rebuild(
+    source: str, transforms: tuple[Transform, ...], seed: int, context: int, on_long: str, contents: Mapping[int, str]
+) -> Pipeline:  # fmt: skip
+    made = Pipeline(source, transforms, seed=seed, context=context, on_long=on_long)
+    for i, wanted in contents.items():
+        spec = transforms[i]
+        assert isinstance(spec, Tokenize)
+        same_content(made._encoders[i], spec, wanted, source)
+    return made
 
 
 def _describes(name: str, items: str) -> bool:

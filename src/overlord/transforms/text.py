@@ -70,6 +70,7 @@ class Encoder:
     bos: int | None
     eos: int | None
     dtype: np.dtype[Any]
+    content: str  # fingerprint of the tokenizer's file
 
     def encode(self, texts: list[str]) -> Ragged:
         """Ids of every text. One C call per text moves the ids over; ``array.fromlist`` costs half of ``np.array(ids)``."""
@@ -108,7 +109,14 @@ def build_encoder(spec: Tokenize, source: str = "") -> Encoder:
         tokenizer, top = _loaded[key]
     bos, eos = (_token_id(tokenizer, spec, name, source) for name in ("bos", "eos"))
     highest = max([top, *(token for token in (bos, eos) if token is not None)])
-    return Encoder(tokenizer, spec.add_special_tokens, bos, eos, np.min_scalar_type(highest))
+    return Encoder(tokenizer, spec.add_special_tokens, bos, eos, np.min_scalar_type(highest), key)
+
+
+def same_content(encoder: Encoder, spec: Tokenize, wanted: str, source: str) -> None:
+    """In a process that is started later: a job has one vocabulary, whatever becomes of the file."""
+    if encoder.content != wanted:
+        problem = f"the tokenizer file {spec.tokenizer} has changed since the job was launched"
+        raise TransformError(source, "Tokenize", problem, "put back the one it was launched with, or launch the job anew")
 
 
 def _content(path: str, source: str) -> tuple[str, bytes | None]:
