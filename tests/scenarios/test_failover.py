@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 import overlord as ov
 from overlord.errors import ActorLost
 from overlord.planner.strategy import resolve
+from overlord.runtime.process import ProcessHost
 from tests import images as pictures
 from tests.deadly import Halting, Slow
 from tests.processes import EXITED, KILLED, PARTS, WAIT_S, Played, halt, hosts_of, launch, left_after, play, run, runs, until
@@ -323,3 +325,71 @@ def test_heavy_sources_alone_have_a_stand_by(calm: Played) -> None:
         found = {row["source"] for row in until(lambda: session.metrics()["shadows"])}
         assert found < set(session.job.names)
         assert play(session, act={9: killing(*EVERYONE[2:4])}) == calm
+
+
+def held_back(patch: pytest.MonkeyPatch, *names: str) -> tuple[list[str], threading.Event]:
+    """Hosts that are started again: who is there, and what those of these names wait for."""
+    start, is_there, there, go = ProcessHost._loader_host_again, ProcessHost._is_there, list[str](), threading.Event()
+
+    def waits(host: ProcessHost, h: int, incarnation: int) -> Any:
+        if f"loader-host/{h}" in names:
+            assert go.wait(WAIT_S)
+        return start(host, h, incarnation)
+
+    def notes(host: ProcessHost, remote: Any) -> None:
+        is_there(host, remote)
+        there.append(remote.handle.name)
+
+    patch.setattr(ProcessHost, "_loader_host_again", waits)
+    patch.setattr(ProcessHost, "_is_there", notes)
+    return there, go
+
+
+def test_one_with_stand_bys_that_is_back_before_one_without_waits_for_it(calm: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loaders are still counted as its own: it is told nothing before all go back."""
+    with launch(job(until=STEPS), shadows="heavy", stall_limit_s=WAIT_S, **APART) as session:
+        until(lambda: session.metrics()["shadows"])
+        engine = session._host
+        assert isinstance(engine, ProcessHost)
+        followers = {h: {engine._shadows.where[k] for k in engine._loaders_on(h)} for h in range(3) if engine._covered(h)}
+        alone, covered = next((h, c) for h in range(3) if h not in followers for c, by in followers.items() if h not in by)
+        light, heavy = f"loader-host/{alone}", f"loader-host/{covered}"
+        there, go = held_back(monkeypatch, light)
+
+        def hit(session: ov.Session) -> None:
+            killing(light)(session)
+            until(lambda: engine._loaders[alone].lost)
+            killing(heavy)(session)
+            until(lambda: heavy in there)
+
+        def on(session: ov.Session) -> None:
+            go.set()
+            until(lambda: light in there)
+
+        assert play(session, act={9: hit, 12: on}) == calm
+        assert sorted(there) == sorted([light, heavy]), "nobody died once more"
+
+
+def test_a_source_that_moves_to_where_it_is_followed_while_a_host_is_away(calm: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others get stand-bys by that, too, and those are told."""
+    with launch(job(until=STEPS), shadows="all", stall_limit_s=WAIT_S, **APART) as session:
+        until(lambda: len(session.metrics()["shadows"]) == 3)
+        engine = session._host
+        assert isinstance(engine, ProcessHost)
+        homes, where = engine._cutter.hosts().tolist(), dict(engine._shadows.where)
+        away, moved = next((h, loader) for h in homes for loader, to in where.items() if h not in (to, homes[loader]))
+        there, go = held_back(monkeypatch, f"loader-host/{away}")
+
+        def hit(session: ov.Session) -> None:
+            killing(f"loader-host/{away}")(session)
+            until(lambda: f"loader-host/{away}" in recovered(session))  # its stand-by has taken over
+            session.move(session.job.names[moved], f"loader-host/{where[moved]}")
+            until(lambda: engine._cutter.host(moved) == where[moved])
+            assert len(engine._shadows.where) > 1, "others have one since, too"
+
+        def on(session: ov.Session) -> None:
+            go.set()
+            until(lambda: there)
+
+        assert play(session, act={9: hit, 16: on}) == calm
+        assert there == [f"loader-host/{away}"], "nobody died once more"
