@@ -344,6 +344,8 @@ def test_what_was_started_for_a_move_that_fails_goes_with_it(journal: str, monke
         assert made[0]._closed
         with launch(job(until=STEPS, journal=journal), resume="auto", **APART) as again:  # its journal is free
             take([again.client(rank) for rank in range(2)], 2, {0: [], 1: []})
+        for client in clients:
+            client.close()
 
 
 def test_ranks_that_one_thread_of_another_process_plays_in_turn_do_not_wait_for_each_other(
@@ -387,7 +389,9 @@ def test_a_rank_that_has_not_loaded_the_state_yet_takes_part_only_when_it_has_wh
             session.kill(name)
             until(lambda n=before: len(session.metrics()["recoveries"]) > n)  # type: ignore[misc]
         served = session.serve()
-        clients[1] = ov.connect(served, 1, served.token, stall_limit_s=WAIT_S)  # its trainer was started again, too
+        clients[1]._failed = True  # its trainer crashed, and was started again
+        clients[1].close()
+        clients[1] = ov.connect(served, 1, served.token, stall_limit_s=WAIT_S)
         assert clients[1].state_dict()["step"] == 2
         clients[1].load_state_dict(saved)
         got: dict[int, list[Any]] = {0: [], 1: []}
@@ -424,7 +428,7 @@ def test_who_asks_where_a_constructor_is_that_is_being_started_is_answered_soon_
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
-        connected(session)
+        clients = connected(session)
         engine = session._host
         assert isinstance(engine, PlannedEngine)
         engine._outside.clear(), engine._asked.clear()
@@ -443,6 +447,8 @@ def test_who_asks_where_a_constructor_is_that_is_being_started_is_answered_soon_
         [answer] = asked
         answer.set_result("overlord://here")
         assert engine.outside(0) == ("overlord://here", "")
+        for client in clients:
+            client.close()
 
 
 def test_a_source_that_could_not_join_is_not_in_the_journal_of_the_next_planner(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,7 @@ class PlannedEngine:
         self._asking = threading.Lock()
         self._door: tuple[str, str] | None = None
         self._without: tuple[int, Blueprint | None] = (-1, None)  # the host of the last source that was to join, and the job before it
+        self._deaf: threading.Timer | None = None  # when it is over: until those are ended who did not hear so
         self._closed = False
         self.recoveries: list[dict[str, Any]] = []
         self.journal = UNWRITTEN  # of this process: the planner writes
@@ -197,9 +198,9 @@ class PlannedEngine:
                     with contextlib.suppress(OverlordError):
                         control.kill(host)
 
-        timer = threading.Timer(self._parts.blueprint.options.lost_after_s, end_the_deaf)
-        timer.daemon = True
-        timer.start()
+        self._deaf = threading.Timer(self._parts.blueprint.options.lost_after_s, end_the_deaf)
+        self._deaf.daemon = True
+        self._deaf.start()
 
     def write_beginning(self, beginning: Beginning) -> None:
         """The journal is held here until the planner takes it."""
@@ -411,6 +412,8 @@ class PlannedEngine:
 
     def close(self) -> None:
         self._closed = True
+        if self._deaf is not None:
+            self._deaf.cancel()
         self._parts.close()
 
     def check(self) -> None:
