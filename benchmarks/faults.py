@@ -71,7 +71,7 @@ def make_job(loaders: int, root: Path, samples: int) -> ov.Job:
 
 def run_cell(cell: Cell, job: ov.Job, steps: int, step_s: float) -> Outcome:
     options: dict[str, Any] = {"prefetch": cell.prefetch, "shadows": cell.shadows, "sources_per_host": 1, "hosts": len(job.sources)}
-    drill = Drill(job=job, faults=parse_faults(cell.faults), steps=steps, step_s=step_s, options=options)
+    drill = Drill(job=job, faults=parse_faults(cell.faults) if cell.faults else [], steps=steps, step_s=step_s, options=options)
     with tempfile.TemporaryDirectory(prefix="overlord-faults-") as scratch:
         return disturbed(drill, Path(scratch))
 
