@@ -105,3 +105,53 @@ def test_parts_go_beside_their_ranks_and_where_labels_and_resources_are_and_neve
         assert "late was not given 3 cores and 1 MB on its node in 1 s, and is started without" in there.line()
         assert there.line() == "{} {'late': {'cores': 0.0, 'memory': 0.0}}"
         assert there.end(60)[0] == 0
+
+
+STAND_BYS = """
+    import logging, os
+    from tests import rays
+    os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
+    import overlord as ov
+    from overlord.runtime import ray_cluster
+    from tests.processes import launch, play, run, until
+    from tests.scenarios.test_process import job
+
+    def apart(session):
+        host, names = session._host, {n.id: n.name for n in ray_cluster.CLUSTER.nodes()}
+        at = {h: names[remote.node] for h, remote in host._loaders.items()}
+        return [(at[home], at[host._shadows.where[loader]]) for loader, home in enumerate(host._cutter.hosts().tolist())]
+
+    def main():
+        from ray.cluster_utils import Cluster
+        small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "node_name": "ranks", **small})
+        nodes = {name: cluster.add_node(node_name=name, num_cpus=3, labels={"pool": "data"}, **small) for name in ("data-0", "data-1")}
+        made = job(until=40)
+        calm = run(made, "local")
+        asked, said, handler = {"rank_nodes": ["ranks", "ranks"], "node_labels": {"pool": "data"}}, [], logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())
+        logging.getLogger("overlord").addHandler(handler)
+        with launch(made, "ray", address=cluster.address, hosts=4, sources_per_host=1, shadows="all", **asked) as session:
+            print(apart(session), flush=True)
+
+            def lose(session):
+                cluster.remove_node(nodes["data-1"], allow_graceful=False)
+                until(lambda: session.metrics()["recoveries"])
+
+            print(play(session, act={7: lose}) == calm, flush=True)
+            print([row["part"] for row in session.metrics()["recoveries"]], flush=True)
+            print([words for words in said if " was replaced by its stand-bys after " in words], flush=True)
+        cluster.shutdown()
+"""
+
+
+def test_stand_bys_are_on_another_node_which_takes_over_when_the_first_is_lost(tmp_path: Path) -> None:
+    with program(tmp_path, STAND_BYS) as there:
+        pairs = eval(there.line())
+        assert {home for home, _ in pairs} == {"data-0", "data-1"}, "loaders are on both"
+        assert all({*pair} == {"data-0", "data-1"} for pair in pairs)
+        assert there.line() == "True", "to the byte"
+        lost, replaced = eval(there.line()), eval(there.line())
+        assert sorted(words.split()[0] for words in replaced) == sorted(lost), "nothing was read again"
+        assert lost
+        assert there.end(60)[0] == 0

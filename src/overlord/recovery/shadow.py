@@ -34,9 +34,12 @@ class Shadows:
     def drop(self, loader: int) -> None:
         self.where.pop(loader, None)
 
-    def fill(self, host_of: Callable[[int], int], held: Mapping[int, float], can_open: Callable[[int, int], bool]) -> list[int]:
-        """Give a shadow to those that want one: on another host that ``can_open`` the source, the one that holds least. Loaders of a
-        source on one host stay together, since hooks are shown them together. ``held``: bytes of living hosts. Returns the new ones."""
+    def fill(
+        self, host_of: Callable[[int], int], held: Mapping[int, float], can_open: Callable[[int, int], bool], nodes: Mapping[int, str]
+    ) -> list[int]:
+        """Give a shadow to those that want one: on another host that ``can_open`` the source, the one that holds least, and on another
+        of the ``nodes`` where there is one: what is on a node is lost with it. Loaders of a source on one host stay together, since hooks
+        are shown them together. ``held``: bytes of living hosts. Returns the new ones."""
         load, made = dict(held), list[int]()
         for loader, h in self.where.items():
             load[h] = load.get(h, 0.0) + self._size[loader]
@@ -46,7 +49,7 @@ class Shadows:
             if not rooms:
                 continue
             placed = {self.where[loader] for loader in group if loader in self.where}
-            best = min(placed) if placed else min(rooms, key=lambda h: (load[h], h))
+            best = min(placed) if placed else min(rooms, key=lambda h: (nodes.get(h) == nodes.get(home), load[h], h))
             for loader in group:
                 if loader not in self.where:
                     self.where[loader] = best

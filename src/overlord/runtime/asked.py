@@ -37,6 +37,7 @@ class Remote:
     question: Future[Any] | None = None  # the last that people asked of it
     address: str = ""  # of a constructor host that was started again, for loader hosts and clients of this process
     outside: str = ""  # and for those of others
+    node: str = ""  # of a cluster, on which a loader host is: they may be lost together
     linked: dict[int, str] = field(default_factory=dict)  # loader hosts: where they find which constructor host
 
     def tell(self, control: Control, messages: list[Any]) -> None:

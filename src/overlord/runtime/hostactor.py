@@ -122,6 +122,10 @@ class HostActor(Carrier):
     def _take(self, message: Any) -> None:
         raise NotImplementedError
 
+    def at(self) -> str:
+        """The node of a cluster that this is on; asked of a host that was started, to know that it is there."""
+        return self._machine.node()
+
     def beat(self) -> Future[bool]:
         """Answered by the pump: a host whose pump stands is of no use, though its process lives."""
         answer = Future[bool]()

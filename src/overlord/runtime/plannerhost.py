@@ -174,6 +174,7 @@ class PlannerHost(ProcessHost):
         found = self._have({f"loader-host/{h}": lambda args=args: self._asking.loader_host(*args) for h, args in hs.items()})  # type: ignore[misc]
         for h, (remote, figures) in zip(hs, found.values(), strict=True):
             self._loaders[h], self._had[h] = remote, {row["loader"] for row in figures["loaders"]}
+            remote.node = figures["node"]
         for loader in (k for k, h in enumerate(self._cutter.hosts().tolist()) if h not in self._loaders):  # it ended, and nobody was told
             self._cutter.move(loader, min(h for h in self._loaders if self._source(loader) in self._kits[h]))
         self.past = Past(self.planner.state(), self.blueprint.job.feedback_lag, self._found.planned)

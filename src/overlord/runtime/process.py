@@ -135,9 +135,9 @@ class ProcessHost(Scaling):
         openings, sources = self._openings(self.planner.state()), range(len(self.blueprint.job.sources))
         for h in range(self.hosting.n_hosts):
             self._start_loader_host(h, sources, [o for o in openings if self.hosting.host_of[o.loader] == h])
-        ready = [self._control.call(remote.handle, "do", []) for remote in self._loaders.values()]
-        for future in ready:  # what is wrong with a source is said by launch, not by the first step
-            self._control.get(future, START_S)
+        ready = [(remote, self._control.call(remote.handle, "at")) for remote in self._loaders.values()]
+        for remote, future in ready:  # what is wrong with a source is said by launch, not by the first step
+            remote.node = self._control.get(future, START_S)
 
     def _openings(self, state: StreamState) -> list[Opening]:
         cursors = [Cursor(*c) for c in state.cursors.tolist()]

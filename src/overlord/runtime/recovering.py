@@ -225,7 +225,7 @@ class Recovering(Shadowing):
         linked = dict(self._addresses)
         remote = self._watched(self._starter.loader_host(h, self._kits[h], (), linked), incarnation=incarnation)
         remote.linked = linked
-        self._answer(remote, "do", [])
+        remote.node = self._answer(remote, "at")
         return remote
 
     def _answer(self, remote: Remote, method: str, *args: Any) -> Any:

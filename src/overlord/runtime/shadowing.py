@@ -69,7 +69,8 @@ class Shadowing(Asked):
         for loader, n in self._bytes.items():
             if (h := self._cutter.host(loader)) in held:
                 held[h] += n
-        made = self._shadows.fill(self._cutter.host, held, lambda h, source: source in self._kits.get(h, ()))
+        nodes = {h: remote.node for h, remote in list(self._loaders.items())}
+        made = self._shadows.fill(self._cutter.host, held, lambda h, source: source in self._kits.get(h, ()), nodes)
         self._cutter.follow(self._shadows.where)
         return made
 

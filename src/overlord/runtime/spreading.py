@@ -97,7 +97,7 @@ class Spreading(Joining):
             linked = dict(self._addresses)
             remote = self._watched(self._starter.loader_host(h, self._kits[h], (), linked), joined=False)
             remote.linked = linked
-            self._answer(remote, "do", [])
+            remote.node = self._answer(remote, "at")
         except Exception as fault:
             words = f"{type(fault).__name__}: {fault}"
             self._pump.post(lambda: self._not_started(change, h, words, remote))
