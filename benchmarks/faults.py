@@ -1,4 +1,4 @@
-"""Fetch time of every step while parts are killed (the Overlord paper, arXiv 2504.09844, figure 16), beside an undisturbed run.
+"""Fetch time and training time of every step while parts are killed (figure 16 of the Overlord paper, arXiv 2504.09844).
 
     python benchmarks/faults.py [--loaders 64] [--steps 60] [--step-s 0.3] [--quick] [--save]
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -28,14 +29,24 @@ from overlord.observe.svg import Line, lines, series_color
 from page import command_line, machine, markdown_table, progress, save, shown_table, wide_console
 
 WARM_UP = 5  # steps
+BEHIND = 6  # steps behind a kill in which it could be felt: prefetched steps last for four, recovery takes no longer
+PLOTS = {
+    "planner": "fetch time, planner killed",
+    "planner-steps": "training steps, planner killed",
+    "loaders": "fetch time, loaders killed",
+    "loaders-steps": "training steps, loaders killed",
+}
 HEAD = [
     "run",
     "prefetch",
     "kills",
-    "median ms",
-    "p99 ms",
-    "longest ms",
+    "fetch ms: median",
+    "p99",
+    "longest",
+    "longest behind a kill",
     "steps over calm p99",
+    "training step ms: median",
+    "longest step",
     "back after s (mean, longest)",
     "bytes",
 ]
@@ -51,13 +62,13 @@ class Cell:
     shadows: str = "none"
 
 
-def cells(steps: int, killed: int, every: int, at: int) -> list[Cell]:
+def cells(killed: int, every: int, at: int) -> list[Cell]:
+    planner, loaders = f"kill:planner@{every}%{every}", f"kill:loader-host*{killed}@{at}"
     return [
-        Cell("undisturbed", 2), Cell("undisturbed", 4),
-        Cell("planner killed", 2, f"kill:planner@{every}%{every}"), Cell("planner killed", 4, f"kill:planner@{every}%{every}"),
-        Cell(f"{killed} loaders killed, read again", 4, f"kill:loader-host*{killed}@{at}"),
-        Cell("undisturbed, shadows", 4, shadows="all"),
-        Cell(f"{killed} loaders killed, shadows", 4, f"kill:loader-host*{killed}@{at}", shadows="all"),
+        Cell("undisturbed", 2), Cell("planner killed", 2, planner),
+        Cell("undisturbed", 4), Cell("undisturbed, once more", 4), Cell("planner killed", 4, planner),
+        Cell(f"{killed} loaders killed, read again", 4, loaders),
+        Cell("undisturbed, shadows", 4, shadows="all"), Cell(f"{killed} loaders killed, shadows", 4, loaders, shadows="all"),
     ]  # fmt: skip
 
 
@@ -80,15 +91,40 @@ def waits_ms(outcome: Outcome) -> np.ndarray:
     return 1e3 * np.array(outcome.waits_s[WARM_UP:])
 
 
-def row(cell: Cell, outcome: Outcome, calm: np.ndarray, alone: Outcome) -> list[str]:
-    waits, limit = waits_ms(outcome), float(np.percentile(calm, 99))
+def steps_ms(outcome: Outcome) -> np.ndarray:
+    return 1e3 * np.array(outcome.steps_s[WARM_UP:])
+
+
+def behind_kills_ms(outcome: Outcome) -> float:
+    """The longest wait in the steps in which a kill could be felt."""
+    return 1e3 * max(max(outcome.waits_s[s.taken : s.taken + BEHIND]) for s in outcome.strikes)
+
+
+def row(cell: Cell, outcome: Outcome, calm: Outcome, alone: Outcome) -> list[str]:
+    waits, steps = waits_ms(outcome), steps_ms(outcome)
     seconds = [r["seconds"] for r in outcome.recoveries]
     back = f"{np.mean(seconds):.2f}, {max(seconds):.2f}" if seconds else "-"
-    over = "-" if not outcome.strikes else str(int((waits > limit).sum()))
+    over = "-" if outcome is calm else str(int((waits > np.percentile(waits_ms(calm), 99)).sum()))
     equal = "equal" if not compare(alone.delivered, outcome.delivered) else "**differ**"
     p50, p99 = np.percentile(waits, [50, 99])
-    figures = [f"{p50:.1f}", f"{p99:.1f}", f"{waits.max():.1f}"]
-    return [cell.name, str(cell.prefetch), str(len(outcome.strikes)), *figures, over, back, equal]
+    behind = f"{behind_kills_ms(outcome):.1f}" if outcome.strikes else "-"
+    figures = [f"{p50:.1f}", f"{p99:.1f}", f"{waits.max():.1f}", behind, over, f"{np.median(steps):.1f}", f"{steps.max():.1f}"]
+    return [cell.name, str(cell.prefetch), str(len(outcome.strikes)), *figures, back, equal]
+
+
+def targets(done: list[tuple[Cell, Outcome]], calm: dict[tuple[int, str], Outcome]) -> list[str]:
+    """What was wanted with prefetch 4, and what came. A p99 is passed by one step in a hundred of any run, so what the steps behind kills
+    waited is told too, and how another undisturbed run does beside the same limit."""
+    said = []
+    for cell, outcome in done:
+        first = calm[cell.prefetch, cell.shadows]
+        if cell.prefetch == 4 and outcome is not first:
+            waits, limit = waits_ms(outcome), float(np.percentile(waits_ms(first), 99))
+            over = waits[waits > limit]
+            verdict = "met" if not len(over) else f"{len(over)} of {len(waits)} steps over it, by {over.max() - limit:.1f} ms at most"
+            behind = f"; behind kills at most {behind_kills_ms(outcome):.1f} ms" if outcome.strikes else ""
+            said.append(f"- {cell.name}: no step waits longer than the undisturbed run's p99, {limit:.1f} ms: {verdict}{behind}.")
+    return said
 
 
 def short(cell: Cell) -> str:
@@ -96,12 +132,14 @@ def short(cell: Cell) -> str:
     return re.sub(r"\d+ loaders killed, |undisturbed", lambda m: "calm" if m[0] == "undisturbed" else "", cell.name) + f", {cell.prefetch}"
 
 
-def plot(done: list[tuple[Cell, Outcome]], title: str, marks: list[tuple[float, str]]) -> str:
+def plot(
+    done: list[tuple[Cell, Outcome]], title: str, marks: list[tuple[float, str]], figures: Callable[[Outcome], np.ndarray], label: str
+) -> str:
     steps = min(len(o.waits_s) for _, o in done)
-    top = max(10.0, 1.1 * max(float(waits_ms(o).max()) for _, o in done))
-    series = [Line(label=short(c), color=series_color(k), y=waits_ms(o)[: steps - WARM_UP]) for k, (c, o) in enumerate(done)]
+    top = max(10.0, 1.1 * max(float(figures(o).max()) for _, o in done))
+    series = [Line(label=short(c), color=series_color(k), y=figures(o)[: steps - WARM_UP]) for k, (c, o) in enumerate(done)]
     return lines(
-        np.arange(WARM_UP, steps), series, about=title, x_label="step", y_label="fetch time, ms", y_from=0.0, y_to=top,
+        np.arange(WARM_UP, steps), series, about=title, x_label="step", y_label=label, y_from=0.0, y_to=top,
         show=lambda y: f"{y:.0f}", marks=marks,
     )  # fmt: skip
 
@@ -119,38 +157,48 @@ def main(loaders: int, killed: int, steps: int, step_s: float, samples: int, qui
     if quick:
         loaders, killed, steps, step_s = 8, 3, 24, 0.1
     every, at = (15, 35) if steps >= 45 else (8, 14)
+    if steps < at + BEHIND:
+        too_few = f"{steps} are too few: loaders are killed at step {at}, and missed for {BEHIND} steps at most"
+        raise click.BadParameter(too_few, param_hint="--steps")
     console, job = wide_console(), make_job(loaders, corpus or default_folder(), samples)
     alone = undisturbed(Drill(job=job, faults=(), steps=steps))
     done: list[tuple[Cell, Outcome]] = []
+    every_cell = cells(killed, every, at)
     with progress(console) as bar:
-        task = bar.add_task("runs", total=7)
-        for cell in cells(steps, killed, every, at):
+        task = bar.add_task("runs", total=len(every_cell))
+        for cell in every_cell:
             bar.update(task, description=f"{cell.name}, prefetch {cell.prefetch}")
             done.append((cell, run_cell(cell, job, steps, step_s)))
             bar.advance(task)
-    calm = {(c.prefetch, c.shadows): waits_ms(o) for c, o in done if not c.faults}
+    calm: dict[tuple[int, str], Outcome] = {}
+    for cell, outcome in done:
+        calm.setdefault((cell.prefetch, cell.shadows), outcome)
     rows = [row(c, o, calm[c.prefetch, c.shadows], alone) for c, o in done]
-    console.print(shown_table(f"fetch time of a step, {loaders} loaders, trainer step {step_s} s", HEAD, rows))
+    console.print(shown_table(f"{loaders} loaders, trainer step {step_s} s", HEAD, rows))
+    found = targets(done, calm)
+    console.print("\n".join(found))
     if saving:
         name = f"{date.today()}-faults"
-        planner = [(c, o) for c, o in done if c.shadows == "none" and "loaders" not in c.name]
-        lost = [(c, o) for c, o in done if c.prefetch == 4 and "planner" not in c.name]
+        planner = [(c, o) for c, o in done if c.shadows == "none" and "loaders" not in c.name and "once more" not in c.name]
+        lost = [(c, o) for c, o in done if c.prefetch == 4 and "planner" not in c.name and "once more" not in c.name]
         kills = [(float(k), "kill") for k in range(every, steps, every)]
-        plots = {
-            f"{name}-planner": plot(planner, "fetch time with the planner killed", kills),
-            f"{name}-loaders": plot(lost, "fetch time with loaders killed", [(float(at), f"{killed} kills")]),
-        }
-        console.print(f"saved: {save(name, page_text(rows, loaders, steps, step_s, name, at, every), plots)}")
+        plots = {}
+        for which, some, marks in (("planner", planner, kills), ("loaders", lost, [(float(at), f"{killed} kills")])):
+            plots[f"{name}-{which}"] = plot(some, f"fetch time with {which} killed", marks, waits_ms, "fetch time, ms")
+            plots[f"{name}-{which}-steps"] = plot(some, f"training steps with {which} killed", marks, steps_ms, "fetch and training, ms")
+        console.print(f"saved: {save(name, page_text(rows, found, loaders, steps, step_s, name, at, every), plots)}")
 
 
-def page_text(rows: list[list[str]], loaders: int, steps: int, step_s: float, name: str, at: int, every: int) -> str:
+def page_text(rows: list[list[str]], found: list[str], loaders: int, steps: int, step_s: float, name: str, at: int, every: int) -> str:
+    images = [f"![{title}](img/{name}-{which}.svg)" for which, title in PLOTS.items()]
     return "\n".join([
-        "# Fetch time while parts are killed", "", f"`{command_line('benchmarks/faults.py')}`", "",
+        "# Fetch and training time while parts are killed", "", f"`{command_line('benchmarks/faults.py')}`", "",
         f"{loaders} loaders, each a process of its own; {steps} steps, the first {WARM_UP} left out; a trainer step of {step_s} s; "
-        f"the planner is killed every {every} steps, loaders at step {at}. *calm*: the undisturbed run of that prefetch. "
+        f"the planner is killed every {every} steps, loaders at step {at}. *calm*: the first undisturbed run of that prefetch and shadows. "
+        f"*behind a kill*: in the {BEHIND} steps that follow one. *training step*: what a rank waits, and what it computes. "
         "*bytes*: whether every rank got, to the byte, what an undisturbed run in one process gives. "
         "*back after*: from the fault to the moment planning went on.", "",
-        markdown_table(HEAD, rows), "", f"![planner](img/{name}-planner.svg)", "", f"![loaders](img/{name}-loaders.svg)", "", machine(), "",
+        markdown_table(HEAD, rows), "", "## Targets", "", *found, "", "\n\n".join(images), "", machine(), "",
     ])  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -24,6 +25,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import balance  # noqa: E402
 import constructors  # noqa: E402
 import endtoend_model  # noqa: E402
+import faults  # noqa: E402
 import journal  # noqa: E402
 from balancing.ahead import Stream, run_ahead  # noqa: E402
 from balancing.bounds import iteration_bound, microbatch_bound  # noqa: E402
@@ -289,3 +291,26 @@ def test_appends_are_measured_beside_a_bare_write_and_sync(tmp_path: Path) -> No
     found = journal.measure(tmp_path, 1000, 3)
     assert list(found) == ["write + fdatasync", "journal, bytes", "journal, values with arrays"]
     assert found["write + fdatasync"][-1] == "1,000"
+
+
+@pytest.mark.timeout(120)
+def test_faults_are_felt_in_no_byte_and_the_page_has_every_run_its_targets_and_four_plots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: dict[str, Any] = {}
+    monkeypatch.setattr(faults, "save", lambda name, text, plots: saved.update(text=text, plots=plots) or "a page")
+    small = ["--loaders", "3", "--killed", "2", "--steps", "20", "--step-s", "0.01", "--samples", "12"]
+    done = CliRunner().invoke(faults.main, [*small, "--save", "--corpus", str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    rows = [line.strip("| ").split(" | ") for line in saved["text"].splitlines() if line.endswith(" |")][1:]
+    assert [row[2] for row in rows] == ["0", "2", "0", "0", "2", "2", "0", "2"], "kills of every run"
+    assert {row[-1] for row in rows} == {"equal"}
+    assert saved["text"].count("no step waits longer than the undisturbed run's p99") == 4
+    assert sorted(name.partition("-faults-")[2] for name in saved["plots"]) == sorted(faults.PLOTS)
+    assert all(text.startswith("<svg") for text in saved["plots"].values())
+
+
+def test_a_run_of_faults_that_would_end_before_they_are_over_is_refused() -> None:
+    refused = CliRunner().invoke(faults.main, ["--steps", "18", "--loaders", "2"])
+    assert refused.exit_code == 2
+    assert "--steps" in refused.output

@@ -54,6 +54,7 @@ class Outcome:
 
     delivered: Delivered = field(default_factory=Delivered)
     waits_s: list[float] = field(default_factory=list)  # of each step, until the last rank had it
+    steps_s: list[float] = field(default_factory=list)  # the same, until it was trained
     strikes: list[Strike] = field(default_factory=list)
     missed: list[tuple[Fault, str]] = field(default_factory=list)  # those that hit less than they were to, and why
     recoveries: list[dict[str, Any]] = field(default_factory=list)
@@ -127,6 +128,7 @@ def _train(session: Session, drill: Drill, outcome: Outcome, show: Callable[[int
         show(taken + 1)
         if drill.step_s:
             time.sleep(drill.step_s)
+        outcome.steps_s.append(time.perf_counter() - start)
 
 
 def parts(session: Session) -> dict[str, int]:
