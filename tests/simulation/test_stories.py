@@ -101,3 +101,35 @@ def test_a_fault_without_patience_strikes_too_where_it_must(monkeypatch: pytest.
     history = Cluster(made).run()
     assert history.fired.total() == LEAST
     assert violations(made, history) == []
+
+
+NAMES = {"loader": "loader-host/0", "constructor": "constructor-host/0", "planner": "planner"}
+
+
+@pytest.mark.parametrize("role", NAMES)
+def test_a_part_whose_successors_die_while_they_start_is_there_in_the_end(role: str) -> None:
+    made = scenario(replace(fault("bad start", role, 5), which=2))
+    cluster = Cluster(made)
+    history = cluster.run()
+    assert [process.name for process in cluster.world.processes].count(NAMES[role]) == 1 + 3 + 1
+    assert violations(made, history) == []
+
+
+@pytest.mark.parametrize("role", NAMES)
+def test_a_part_that_starts_slowly_is_waited_for_and_not_taken_for_dead(role: str) -> None:
+    made = scenario(fault("slow start", role, 5, seconds=10.0))
+    cluster = Cluster(made)
+    history = cluster.run()
+    assert [process.name for process in cluster.world.processes].count(NAMES[role]) == 2
+    assert cluster.world.now > 10.0
+    assert violations(made, history) == []
+
+
+def test_a_session_that_is_moved_while_its_parts_die_in_starting_is_moved() -> None:
+    """What is killed is not missed any more when all are started for the state that was loaded; of those the first two die."""
+    bad = [replace(fault("bad start", role, 5), which=0, patience_s=0.0) for role in ("loader", "constructor", "planner")]
+    made = scenario(*bad, fault("rewind", "job", 5))
+    cluster = Cluster(made)
+    history = cluster.run()
+    assert history.fired["rewind", "job"] == 1
+    assert violations(made, history) == []

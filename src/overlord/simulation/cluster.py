@@ -9,6 +9,7 @@ from overlord.errors import JournalError, OverlordError
 from overlord.messages import Sealed, StreamState
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.options import Options
+from overlord.simulation.control import Births
 from overlord.simulation.disk import SimDisk
 from overlord.simulation.history import History
 from overlord.simulation.launched import Launched
@@ -47,6 +48,7 @@ class Cluster:
         self.error: BaseException | None = None
         self.broken: BaseException | None = None
         self.disk = SimDisk(self.world.random, store=scenario.outlives) if scenario.journal else None
+        self.births: Births = {}
         self.launched = Launched(self, None, 0)
         for rank in self.ranks:
             self.seat(rank, 0)

@@ -18,6 +18,25 @@ from overlord.simulation.world import Process, World
 
 START_S = 0.05  # median, until an actor's factory runs
 KILLED = "killed by signal 9"
+PREFIX = {"loader": "loader-host/", "constructor": "constructor-host/"}  # of the names of a role
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """What awaits a process that is about to start."""
+
+    late_s: float = 0.0
+    dies: bool = False  # at a moment of its start, or just behind it
+
+    def befalls(self, process: Process, takes_s: float) -> float:
+        """When what it is to do begins."""
+        takes_s += self.late_s
+        if self.dies:
+            process.world.at(takes_s * 1.5 * process.world.random.random(), process.kill, None)
+        return takes_s
+
+
+Births = dict[str, deque[Birth]]  # by role; each awaits one, in the order in which they start
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +90,7 @@ class SimControl:
         self._family.control = self
         self._names: dict[str, SimRecord] = {}
         self._closed = False
+        self.births: Births = {}
         self.outlive = False  # whoever is killed while it is cut off or stopped lives on, as on another machine
 
     def processes(self) -> dict[str, Process]:
@@ -88,7 +108,11 @@ class SimControl:
         machine = SimMachine(self._world, self._net, process)
         given = [replace(a, machine=machine) if isinstance(a, Settings) else a for a in args]
         record = self._known(name, member)
-        self._world.at(self._world.delay(START_S), lambda: self._begin(record, factory, given), process)
+        takes_s = self._world.delay(START_S)
+        for role, prefix in PREFIX.items():
+            if name.startswith(prefix) and (births := self.births.get(role)):
+                takes_s = births.popleft().befalls(process, takes_s)
+        self._world.at(takes_s, lambda: self._begin(record, factory, given), process)
         assert record.handle is not None
         return record.handle
 

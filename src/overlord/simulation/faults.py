@@ -22,6 +22,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "scale": ("job",),  # a source is read in more hosts, or in fewer, from here on
     "leave": ("trainer",),
     "slow trainer": ("trainer",),
+    "bad start": ("loader", "constructor", "planner"),  # one is killed, and those that are started in its place die while they start
+    "slow start": ("loader", "constructor", "planner"),  # the same, but the next takes long: it opens many sources, say
 }
 LEAST = 3  # that strike in every run
 NEEDS_JOURNAL = ("planner", "job")  # roles that come back from what is written
@@ -45,7 +47,8 @@ class Fault:
         return f"behind step {self.step} + {self.after_s * 1000:.0f} ms: {self.kind}, {self.role} {self.which}{lasts}"
 
 
-DRAWN_APART = ("reshard", "scale")  # with what overlaps; so that seeds which failed before there were such faults draw what they drew then
+# With what overlaps; so that seeds which failed before there were such faults draw what they drew then.
+DRAWN_APART = ("reshard", "scale", "bad start", "slow start")
 
 
 def draw_faults(r: random.Random, steps: int, *, journal: bool) -> tuple[Fault, ...]:
@@ -89,9 +92,26 @@ def draw_overlaps(r: random.Random, steps: int, faults: tuple[Fault, ...]) -> tu
     return tuple(sorted((*faults, *more), key=lambda fault: fault.step))
 
 
+def draw_births(r: random.Random, steps: int, faults: tuple[Fault, ...], *, journal: bool, moves: tuple[str, ...]) -> tuple[Fault, ...]:
+    """The script with parts that die while they start, or start slowly, and with sessions that are moved among it: there all parts start at
+    once. What follows a move strikes while nothing is settled yet."""
+    roles = [role for role in KINDS["bad start"] if journal or role not in NEEDS_JOURNAL]
+    more = []
+    for step in (r.randint(0, steps * 2 // 3) for _ in range(r.choice((1, 2, 2, 3)))):
+        birth = _fault(r, (r.choice(("bad start", "bad start", "slow start")), r.choice(roles)), step)
+        if not moves or r.random() < 0.4:
+            more.append(birth)
+            continue
+        move = replace(_fault(r, (r.choice(moves), "job"), step), patience_s=0.0)
+        loss = _fault(r, (r.choice(("kill", "kill several", "stop", "cut off")), r.choice(("loader", "constructor"))), step)
+        before = [replace(birth, patience_s=0.0)] if r.random() < 0.6 else []
+        more += [*before, move, replace(loss, after_s=r.random() * 0.3)]
+    return tuple(sorted((*faults, *more), key=lambda fault: fault.step))
+
+
 def _fault(r: random.Random, what: tuple[str, str], step: int) -> Fault:
     kind, role = what
-    lasts = kind in ("stop", "cut off", "cut link", "slow link", "slow disk", "slow trainer", "disk full")
+    lasts = kind in ("stop", "cut off", "cut link", "slow link", "slow disk", "slow trainer", "disk full", "slow start")
     return Fault(
         kind, role, step, after_s=r.choice((0.0, r.random() * 0.02, r.random() * 0.2)), patience_s=r.choice((0.05, 0.5, 3.0)),
         seconds=r.choice((0.05, 0.5, 2.0, 8.0)) * r.uniform(0.5, 1.5) if lasts else 0.0, which=r.randrange(12),

@@ -26,7 +26,7 @@ from overlord.runtime.plannerhost import PlannerHost
 from overlord.runtime.process import ProcessHost
 from overlord.runtime.starting import Recipes, constructors_of, read_ahead_of, settings_of
 from overlord.runtime.written import Beginning
-from overlord.simulation.control import Family, SimControl
+from overlord.simulation.control import START_S, Family, SimControl
 from overlord.simulation.disk import SimDisk, SimWriter
 from overlord.simulation.virtual import SimMachine
 from overlord.simulation.world import Killed, Process
@@ -101,8 +101,9 @@ class Launched:
         self.machine = SimMachine(world, net, self.planner)
         self.pump = self.machine.pump("planner")
         self.control = SimControl(world, net, self.planner, self.family)
-        self.control.outlive = self.cluster.scenario.outlives
-        world.spawn(self.planner, lambda: self._begin(reason))
+        self.control.outlive, self.control.births = self.cluster.scenario.outlives, self.cluster.births
+        births = self.cluster.births.get("planner")
+        world.spawn(self.planner, lambda: self._begin(reason), births.popleft().befalls(self.planner, START_S) if births else 0.0)
 
     def _missed(self, planner: Process, incarnation: int) -> None:
         """The planner is gone: another takes its place, with the hosts that live."""

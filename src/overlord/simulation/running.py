@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from overlord.journal import log
 from overlord.journal.place import whoami
@@ -80,8 +81,9 @@ def references(scenario: Scenario, history: History) -> dict[str, dict[tuple[int
 
 @contextmanager
 def _without_dateutil() -> Iterator[None]:
-    """pyarrow looks for it with every column of Python values; where there is none, looking would be a sixth of the time."""
-    missing = "dateutil" not in sys.modules
+    """pyarrow looks for it with every column of Python values; where there is none, looking would be a sixth of the time. Where there is
+    one it stays: pandas, which pyarrow looks for too, cannot be imported without it."""
+    missing = "dateutil" not in sys.modules and find_spec("dateutil") is None
     if missing:
         sys.modules["dateutil"] = None  # type: ignore[assignment]
     try:

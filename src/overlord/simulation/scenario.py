@@ -13,7 +13,7 @@ from overlord.job import Batch, Job, Source
 from overlord.placetree import ClientPlaceTree
 from overlord.planner.odm import odm
 from overlord.planner.schedules import staged
-from overlord.simulation.faults import Fault, draw_faults, draw_overlaps, draw_reshards, draw_scales
+from overlord.simulation.faults import Fault, draw_births, draw_faults, draw_overlaps, draw_reshards, draw_scales
 from overlord.transforms.base import Tokens
 
 STEPS = 30
@@ -31,8 +31,8 @@ MESHES = (
     (1, 2, 1, 2),
 )  # dp, cp, tp, pp
 Mesh = tuple[int, int, int, int]
-RESHARDS, OVERLAPS, SCALES = 0.3, 0.5, 0.4  # how many seeds have such faults, of those that can
-SALT, SCALE_SALT = 17, 363  # with it seeds that failed before there were such faults have none of them
+RESHARDS, OVERLAPS, SCALES, BIRTHS = 0.3, 0.5, 0.4, 0.4  # how many seeds have such faults, of those that can
+SALT, SCALE_SALT, BIRTH_SALT = 17, 363, 3772  # with it seeds that failed before there were such faults have none of them
 STRATEGIES = ("vanilla", "packed", "llm_balance", "backbone_balance")
 
 
@@ -186,6 +186,10 @@ def _with_more(scenario: Scenario, holes: bool) -> tuple[Fault, ...]:
     r = random.Random(scenario.seed * 2246822519 + SCALE_SALT)
     if r.random() < SCALES and max(scenario.options["loaders"].values()) > 1:
         faults = draw_scales(r, STEPS, faults)
+    r = random.Random(scenario.seed * 2246822519 + BIRTH_SALT)
+    if r.random() < BIRTHS:
+        may = (("rewind", True), ("restart", scenario.journal), ("reshard", not scenario.learns and not holes))
+        faults = draw_births(r, STEPS, faults, journal=scenario.journal, moves=tuple(move for move, can in may if can))
     return faults
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from overlord.simulation.control import PREFIX, Birth
 from overlord.simulation.faults import LEAST, Fault
 from overlord.simulation.world import Process
 
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
 
 AGAIN_S = 0.2  # until a fault that found nobody is tried again
 TRIES = 60
-PREFIX = {"loader": "loader-host/", "constructor": "constructor-host/"}
 
 
 class Script:
@@ -124,6 +125,22 @@ class Script:
         for target in targets[fault.which % 2 :] or targets:
             target.kill()
         return bool(targets)
+
+    def _bad_start(self, fault: Fault) -> bool:
+        """Whoever comes in its place dies too, once or a few times."""
+        births = [Birth(dies=True) for _ in range(1 + fault.which % 3)]
+        return self._born(fault, births) and self._kill(fault)
+
+    def _slow_start(self, fault: Fault) -> bool:
+        births = [Birth(late_s=fault.seconds)]
+        return self._born(fault, births) and self._kill(fault) and self._lasts(fault, lambda: None)
+
+    def _born(self, fault: Fault, births: list[Birth]) -> bool:
+        """What awaits the next of a role, if there is one whose place they can take."""
+        if self._target(fault) is None:
+            return False
+        self._cluster.births.setdefault(fault.role, deque()).extend(births)
+        return True
 
     def _stop(self, fault: Fault) -> bool:
         if (target := self._target(fault, lambda p: p.stopped)) is None or target.stopped:
