@@ -104,6 +104,8 @@ def row(cell: Cell, outcome: Outcome, calm: Outcome, alone: Outcome) -> list[str
     waits, steps = waits_ms(outcome), steps_ms(outcome)
     seconds = [r["seconds"] for r in outcome.recoveries]
     back = f"{np.mean(seconds):.2f}, {max(seconds):.2f}" if seconds else "-"
+    if cell.shadows != "none" and seconds:
+        back += f"; {sum(r['stand_bys'] for r in outcome.recoveries)} of {len(seconds)} by stand-bys"
     over = "-" if outcome is calm else str(int((waits > np.percentile(waits_ms(calm), 99)).sum()))
     equal = "equal" if not compare(alone.delivered, outcome.delivered) else "**differ**"
     p50, p99 = np.percentile(waits, [50, 99])
@@ -197,7 +199,8 @@ def page_text(rows: list[list[str]], found: list[str], loaders: int, steps: int,
         f"the planner is killed every {every} steps, loaders at step {at}. *calm*: the first undisturbed run of that prefetch and shadows. "
         f"*behind a kill*: in the {BEHIND} steps that follow one. *training step*: what a rank waits, and what it computes. "
         "*bytes*: whether every rank got, to the byte, what an undisturbed run in one process gives. "
-        "*back after*: from the fault to the moment planning went on.", "",
+        "*back after*: from the fault to the moment planning went on; a loader whose stand-by was in a process killed with it is read again.",
+        "",
         markdown_table(HEAD, rows), "", "## Targets", "", *found, "", "\n\n".join(images), "", machine(), "",
     ])  # fmt: skip
 

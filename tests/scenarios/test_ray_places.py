@@ -108,7 +108,7 @@ def test_parts_go_beside_their_ranks_and_where_labels_and_resources_are_and_neve
 
 
 STAND_BYS = """
-    import logging, os
+    import os
     from tests import rays
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
     import overlord as ov
@@ -128,9 +128,7 @@ STAND_BYS = """
         nodes = {name: cluster.add_node(node_name=name, num_cpus=3, labels={"pool": "data"}, **small) for name in ("data-0", "data-1")}
         made = job(until=40)
         calm = run(made, "local")
-        asked, said, handler = {"rank_nodes": ["ranks", "ranks"], "node_labels": {"pool": "data"}}, [], logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())
-        logging.getLogger("overlord").addHandler(handler)
+        asked = {"rank_nodes": ["ranks", "ranks"], "node_labels": {"pool": "data"}}
         with launch(made, "ray", address=cluster.address, hosts=4, sources_per_host=1, shadows="all", **asked) as session:
             print(apart(session), flush=True)
 
@@ -139,8 +137,7 @@ STAND_BYS = """
                 until(lambda: session.metrics()["recoveries"])
 
             print(play(session, act={7: lose}) == calm, flush=True)
-            print([row["part"] for row in session.metrics()["recoveries"]], flush=True)
-            print([words for words in said if " was replaced by its stand-bys after " in words], flush=True)
+            print([row["stand_bys"] for row in session.metrics()["recoveries"]], flush=True)
         cluster.shutdown()
 """
 
@@ -151,7 +148,5 @@ def test_stand_bys_are_on_another_node_which_takes_over_when_the_first_is_lost(t
         assert {home for home, _ in pairs} == {"data-0", "data-1"}, "loaders are on both"
         assert all({*pair} == {"data-0", "data-1"} for pair in pairs)
         assert there.line() == "True", "to the byte"
-        lost, replaced = eval(there.line()), eval(there.line())
-        assert sorted(words.split()[0] for words in replaced) == sorted(lost), "nothing was read again"
-        assert lost
+        assert set(eval(there.line())) == {True}, "nothing was read again"
         assert there.end(60)[0] == 0

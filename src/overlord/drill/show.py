@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Group
@@ -23,7 +24,7 @@ def drill_view(report: Report) -> RenderableType:
     hit, d = report.hit, report.difference
     parts: list[RenderableType] = [grid(STRIKE_HEAD, strike_rows(hit), 2)]
     if hit.recoveries:
-        rows = [[str(r["part"]), f"{r['seconds']:.2f} s", str(r.get("step", "-")), str(r["reason"])] for r in hit.recoveries[:ROWS]]
+        rows = [[str(r["part"]), _back_after(r), str(r.get("step", "-")), str(r["reason"])] for r in hit.recoveries[:ROWS]]
         parts += [Text(""), grid(["part", "back after", "from step", "it was lost"], rows, 1)]
     for fault, why in hit.missed:
         parts.append(Text(f"{fault} {why}", style="bold red"))
@@ -33,6 +34,10 @@ def drill_view(report: Report) -> RenderableType:
     for rank in d.disordered[:5]:
         parts.append(Text(f"rank {rank}: its steps came in another order"))
     return Group(*parts, Text(""), Text(report.sentence(), style="bold green" if not d else "bold red"))
+
+
+def _back_after(row: Mapping[str, Any]) -> str:
+    return f"{row['seconds']:.2f} s" + (", by stand-bys" if row.get("stand_bys") else "")
 
 
 def strike_rows(hit: Outcome) -> list[list[str]]:

@@ -174,7 +174,7 @@ class Parts:
         there = [name for name in list(self._missed) if name in self.hosts and self.hosts[name].alive]
         lost = {PLANNER: (reason, since)} | {name: self._missed.pop(name) for name in there}
         for part, (why, when) in lost.items():
-            row = {"part": part, "reason": why, "seconds": now - when, "step": behind}
+            row = {"part": part, "reason": why, "seconds": now - when, "step": behind, "stand_bys": False}
             log.warning("%s is back after %.2f s%s", part, now - when, "" if part == PLANNER else f", with the planner; it was lost: {why}")
             self._news.do(lambda row=row: self._told(("recovered", row)))  # type: ignore[misc]
 

@@ -353,7 +353,8 @@ class Recovering(Shadowing):
             words = again if last >= first else "no step had to be planned again"
             is_back = "was replaced by its stand-bys" if loss.spare else "is back"
             log.warning("%s %s after %.2f s: %s, nothing was lost", loss.part, is_back, now - loss.since, words)
-            self.recoveries.append({"part": loss.part, "reason": loss.reason, "seconds": now - loss.since, "step": behind})
+            row = {"part": loss.part, "reason": loss.reason, "seconds": now - loss.since, "step": behind, "stand_bys": loss.spare}
+            self.recoveries.append(row)
         del self.recoveries[:-KEPT_RECOVERIES]
 
     # what is kept for it
