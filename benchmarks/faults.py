@@ -199,7 +199,7 @@ def page_text(rows: list[list[str]], found: list[str], loaders: int, steps: int,
         f"the planner is killed every {every} steps, loaders at step {at}. *calm*: the first undisturbed run of that prefetch and shadows. "
         f"*behind a kill*: in the {BEHIND} steps that follow one. *training step*: what a rank waits, and what it computes. "
         "*bytes*: whether every rank got, to the byte, what an undisturbed run in one process gives. "
-        "*back after*: from the fault to the moment planning went on; a loader whose stand-by was in a process killed with it is read again.",
+        "*back after*: from the fault until planning went on; a loader whose stand-by was in a process killed with it is read again.",
         "",
         markdown_table(HEAD, rows), "", "## Targets", "", *found, "", "\n\n".join(images), "", machine(), "",
     ])  # fmt: skip
