@@ -147,7 +147,8 @@ def running(corpus: Corpus, kind: str, folder: Path, seconds: float) -> list[str
     job, TimedWriter.cpu = make_job(corpus, Work("overlord", kind, str(corpus.folder), n, 0)), 0.0
     place = place_of(folder)
     place.hold()
-    journal, journalling.Writer = Timed(place, job.name, None), TimedWriter  # type: ignore[misc]
+    journal = Timed(place, job.name, None)
+    journal.make_writer = TimedWriter
     with Session(job, Blueprint(job, Options()), None, "local", Beginning(journal)) as session:
         clients = [session.client(rank) for rank in range(job.place.world_size)]
         for client in clients:  # start-up belongs to no step
