@@ -41,6 +41,7 @@ class Recovered:
     planned: dict[int, str] = field(default_factory=dict)  # digests, of the steps behind the oldest state that is kept
     empty: bool = True
     checking: bool = False  # every snapshot must be what the plans before it give
+    _astray: Entry | None = None  # the first that stands before any snapshot: the one it was a change of was pruned
     _front: StreamState | None = None  # where checking stands
     _states: dict[int, StreamState] = field(default_factory=dict)  # snapshots by the step they are behind
     _entries: list[Entry] = field(default_factory=list)  # all since the oldest of them, which is the first
@@ -55,12 +56,22 @@ class Recovered:
             except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
                 what = f"wanted a {entry.kind} of step {entry.number}, found what cannot be one: {type(error).__name__}: {error}"
                 raise JournalError(entry.where or "journal", what, NOT_A_RUN) from error
+        if found.empty and (astray := found._astray) is not None:
+            what = f"wanted a snapshot before the {astray.kind} of step {astray.number}, or behind it, found none"
+            raise JournalError(astray.where or "journal", what, NOT_A_RUN)
         return found
 
     def add(self, entry: Entry) -> None:
-        """One record more. What does not fit is a ValueError, a TypeError or a KeyError."""
+        """One record more. What does not fit is a ValueError, a TypeError or a KeyError.
+
+        Pruning ends with the first segment that holds a step of a number that may be wanted. Where a job went back, or was restarted, that
+        segment may be older than the snapshot that is wanted and newer than the one it follows. What comes before the first snapshot
+        says nothing that is not in it, then.
+        """
         if entry.kind in (SNAPSHOT, REWIND):
             self._add_snapshot(entry)
+        elif self.empty and entry.kind in (PLAN, EVENT, REPORT, ACKED):
+            self._astray = self._astray or entry
         elif entry.kind == PLAN:
             self._add_plan(entry)
         elif entry.kind == JOB:
@@ -93,8 +104,6 @@ class Recovered:
 
     def _add_plan(self, entry: Entry) -> None:
         step = entry.number
-        if self.empty:
-            raise ValueError("no snapshot stands before it")
         if step != self._planned_to + 1 or entry.body["step"] != step + 1:
             raise ValueError(f"wanted the plan of step {self._planned_to + 1}")
         if self._front is not None:

@@ -205,7 +205,7 @@ class Journal(Unwritten):
         records = [Record.of(entry.kind, entry.number, entry.body) for entry in found]
         order = self._writer.put(records, rolls=rolls, before=before)
         self._pending = []
-        self._count(records)
+        self._count(records, rolls)
         return order
 
     def _settle(self, order: int) -> None:
@@ -216,10 +216,10 @@ class Journal(Unwritten):
         finally:
             self.settling = False
 
-    def _count(self, records: Sequence[Record]) -> None:
+    def _count(self, records: Sequence[Record], rolls: bool) -> None:
         size = sum(len(record.data) for record in records)
         self._counts["bytes"] += size
-        self._segment_bytes = size if any(record.kind == JOB for record in records) else self._segment_bytes + size
+        self._segment_bytes = size if rolls else self._segment_bytes + size
         for record in records:
             if record.kind in (SNAPSHOT, REWIND):
                 own = sum(len(r.data) for r in records if r.kind in (SNAPSHOT, REWIND, JOB))
