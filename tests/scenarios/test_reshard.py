@@ -77,6 +77,30 @@ def test_clients_of_ranks_that_stay_go_on_and_those_of_others_are_told(runtime: 
             session.client(1)
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("dp", [1, 3])
+def test_a_state_that_is_loaded_behind_it_is_gone_on_from_under_the_new_mesh(runtime: str, dp: int) -> None:
+    """It was gone on from under the mesh of launch: ranks that were not in it were lost, and samples with ranks that are gone."""
+    made = job()
+    wanted = undisturbed(made)
+    with launch(made, runtime) as session:
+        clients = {r: session.client(r) for r in range(made.place.world_size)}
+        of_all(clients)
+        before = session.state_dict()
+        of_all(clients)
+        session.reshard(ov.ClientPlaceTree(dp=dp))
+        clients = {r: session.client(r) for r in range(dp)}
+        of_all(clients)
+        session.load_state_dict(before)
+        assert session.job.place.world_size == dp
+        assert [of_all(clients) for _ in range(3)] == [(step, wanted[step]) for step in (1, 2, 3)]
+        behind = clients[0].state_dict()
+        of_all(clients)
+        for client in clients.values():
+            client.load_state_dict(behind)
+        assert of_all(clients) == (4, wanted[4])
+
+
 def test_it_can_be_done_again_and_again_and_a_state_of_it_is_as_any_other() -> None:
     made = job()
     wanted = undisturbed(made)

@@ -35,6 +35,7 @@ class Resharding:
     job: Job
     _begun: bool
     _blueprint: Blueprint
+    _blueprints: list[Blueprint]
     _clients: dict[int, Client]
     _closed: bool
     _lock: threading.RLock
@@ -62,13 +63,16 @@ class Resharding:
             raise JobError([f"place: wanted a ClientPlaceTree, found {place!r:.80}"], "reshard")
         from overlord.runtime.session import mark_of
 
-        blueprint = self._blueprint.placed(place)
+        self._blueprint.placed(place)  # what is wrong with it is told before anyone is waited for
         if at is None and any(isinstance(client, Seat) for client in list(self._clients.values())):
             problem = "at: ranks in other processes may have been handed more than is known here: name the first step of the new mesh"
             raise JobError([problem], "reshard")
         with self._moving, self._standing(at, timeout_s) as state:
+            # Of now: a source may have joined meanwhile. All of them: a state that is loaded later is gone on from under this mesh.
+            blueprint, every = self._blueprint.placed(place), [b.placed(place) for b in self._blueprints]
             self._begun = False  # new ranks may come until a step is asked for
             self._restart(blueprint, state, mark_of(blueprint, state), together=True)
+            self._blueprints = every
             for client in self._clients.values():
                 client._begin = self._begin
             if self._serving is not None:
