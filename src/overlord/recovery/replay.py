@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from overlord.errors import JournalError, PlanError
 from overlord.messages import StreamState
-from overlord.planner.events import Log
+from overlord.planner.events import Event, Log
 from overlord.planner.saved import fingerprint_in
 from overlord.recovery.checkpoint import (
     ACKED,
@@ -135,6 +135,11 @@ class Recovered:
     def snapshots(self) -> list[int]:
         """Steps of the snapshots that are kept: each the next step of its state."""
         return sorted(behind + 1 for behind in self._states)
+
+    @property
+    def events(self) -> list[Event]:
+        """What people said since the oldest snapshot that is kept, also what came to pass and is in force no more."""
+        return [event_of(entry) for entry in self._entries if entry.kind == EVENT]
 
     # states
 

@@ -39,6 +39,7 @@ class Changes:
     _closed: bool
     _host: Engine
     _inboxes: dict[int, tuple[int, Box]]
+    _joining: Blueprint | None  # with the source that is to join: a planner elsewhere may know of it first
     _lock: threading.RLock
     _learns: bool
     _log: Log
@@ -94,14 +95,17 @@ class Changes:
         self._note(event)
 
     def _note(self, event: Event) -> None:
-        self._log.add(event, self._slowest())
+        """From the pump, and of a planner elsewhere also from where its news are heard."""
+        with self._lock:
+            self._log.add(event, self._slowest())
 
     def _source_lost(self, event: SourceLost) -> None:
-        """In the pump: a source has left, since its storage was given up. A planner that comes later says so again."""
-        if self._lost.get(event.name) == event:
-            return
-        self._note(event)
-        self._lost[event.name] = event
+        """A source has left, since its storage was given up. A planner that comes later says so again."""
+        with self._lock:
+            if self._lost.get(event.name) == event:
+                return
+            self._note(event)
+            self._lost[event.name] = event
 
     def _slowest(self) -> int:
         """The lowest step at which a client's state stands."""
@@ -149,10 +153,12 @@ class Changes:
         def joined() -> None:
             self._host.journal.joined(new.event, more)
             # The event before the source: a state written meanwhile, in a trainer's thread, must not have one without the other.
-            self._note(new.event)
-            self._blueprint, self.job = more, more.given
-            self._blueprints.append(more)
+            with self._lock:
+                self._note(new.event)
+                self._blueprint, self.job = more, more.given
+                self._blueprints.append(more)
 
+        self._joining = more
         try:
             self._host.add_source(new, prepared, more.budget_bytes, joined)
         except JournalError as error:  # the planner knows of it, and the journal does not: no step may be planned with it

@@ -42,6 +42,7 @@ class Engine(Protocol):
 
     on_stage: list[Any]
     on_lost: list[Any]
+    on_late: list[Any]  # told of events that were given up by who said them, and have happened since
     journal: Unwritten  # of the session: what is planned is written before anyone acts on it
 
     def attach(self, mailboxes: Mapping[int, Any]) -> None: ...

@@ -110,6 +110,7 @@ class Host(Written, Watching):
         self.plans = KeptPlans()
         self.on_stage: list[Callable[[Stage], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
+        self.on_late: list[Callable[[Any], None]] = []
 
     # what comes in
 

@@ -73,6 +73,8 @@ class Parts:
         self._opened = False  # the journal says where this session begins, and all planners that come know it
         self._tickets: dict[str, int] = {}  # of hosts, as the present planner knows them
         self._lock = threading.Condition()  # for who is there
+        self._spawning = threading.RLock()  # a host that is being started for a planner is known before the next planner is
+        self.preparing: set[str] = set()  # hosts of sources that may join, while they start: no planner has anything to do with them yet
         self._ready = self._closed = False
         self.absent = ""  # why the planner cannot be asked, in words
         self._written: dict[Handle, list[float]] = {}  # what each planner counted of its journal
@@ -93,8 +95,9 @@ class Parts:
 
     def _start_planner(self) -> int:
         """Behind which step it begins."""
-        with self._lock:
-            living = tuple(name for name, handle in self.hosts.items() if handle.alive) if self._incarnation else ()
+        with self._spawning, self._lock:
+            there = [name for name, handle in self.hosts.items() if handle.alive and name not in self.preparing]
+            living = tuple(there) if self._incarnation else ()
             kit = PlannerKit.of(
                 self.blueprint, state=self._initial, hosting=self.hosting, token=self.token, session=self._session,
                 incarnation=self._incarnation, reason=self._reason, constructor_of=tuple(self.constructor_of.tolist()), living=living,
@@ -172,7 +175,8 @@ class Parts:
         """The planner is back, and with it the hosts that were lost together with it: it knows of none of them that it was missed."""
         now = time.monotonic()
         there = [name for name in list(self._missed) if name in self.hosts and self.hosts[name].alive]
-        lost = {PLANNER: (reason, since)} | {name: self._missed.pop(name) for name in there}
+        found = {name: self._missed.pop(name, None) for name in there}  # a planner may have said so of some already
+        lost = {PLANNER: (reason, since)} | {name: missed for name, missed in found.items() if missed is not None}
         for part, (why, when) in lost.items():
             row = {"part": part, "reason": why, "seconds": now - when, "step": behind, "stand_bys": False}
             log.warning("%s is back after %.2f s%s", part, now - when, "" if part == PLANNER else f", with the planner; it was lost: {why}")
@@ -325,7 +329,8 @@ class Parts:
                 self.kits.setdefault(h, tuple(sources))  # one that is new: a planner that comes later takes it over
                 self._start(planner, ticket, lambda: self.recipes.loader_host(h, sources, openings, constructors))
             case ("hosting", list(host_of)):  # here, and not where others hear: hosts that are not named any more may end next
-                self.hosting = replace(self.hosting, host_of=tuple(host_of))
+                with self._lock:  # of sources that join, ``joined`` tells
+                    self.hosting = replace(self.hosting, host_of=tuple(host_of[: sum(self.hosting.loaders)]))
             case ("ended", int(h)):
                 self._end_host(h)
             case ("meet", int(ticket), str(name)):
@@ -360,16 +365,25 @@ class Parts:
         return host
 
     def _start(self, planner: Handle, ticket: int, start: Callable[[], Handle]) -> None:
-        try:
-            host = start()
-            if host is not self.hosts.get(host.name):
-                self._starts.watch(host)
-        except Exception as fault:
-            self.control.tell(planner, "died", ticket, f"it could not be started: {fault}", fault)
-            return
-        with self._lock:
-            self.hosts[host.name] = host
+        with self._spawning:
+            if planner is not self.planner:
+                return  # the next one asks for what it lacks
+            try:
+                host = start()
+                if host is not self.hosts.get(host.name):
+                    self._starts.watch(host)
+            except Exception as fault:
+                self.control.tell(planner, "died", ticket, f"it could not be started: {fault}", fault)
+                return
+            with self._lock:
+                self.hosts[host.name] = host
         self.send(planner, ticket, host)
+
+    def joined(self, h: int, loaders: int) -> None:
+        """A source takes part from here on, in a host of its own."""
+        with self._lock:
+            had = self.hosting
+            self.hosting = replace(had, loaders=(*had.loaders, loaders), host_of=(*had.host_of, *[h] * loaders), n_hosts=had.n_hosts + 1)
 
     def send(self, planner: Handle, ticket: int, host: Handle) -> None:
         """A host goes to the planner, and its death is told there."""

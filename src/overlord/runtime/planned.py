@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +26,7 @@ from overlord.runtime.local import Pump
 from overlord.runtime.machine import Machine
 from overlord.runtime.parts import PLANNER, START_S, Parts
 from overlord.runtime.planneractor import Counted
+from overlord.runtime.sayings import Sayings
 from overlord.runtime.starting import SIDE_BY_SIDE
 from overlord.runtime.written import UNWRITTEN, Beginning
 from overlord.sample import Buffer
@@ -128,6 +129,8 @@ class PlannedEngine:
         self._boxes: list[RemoteInbox] = []  # of clients in this process
         self.on_stage: list[Callable[[Any], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
+        self.on_late: list[Callable[[Any], None]] = []
+        self._sayings = Sayings()
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
         self._parts = Parts(blueprint, generation, self._heard, control, machine)
         self.planner, self.plans = FarPlanner(self._parts), FarPlans(self._parts)
@@ -170,6 +173,10 @@ class PlannedEngine:
             case ("lost", SourceLost() as gone):
                 for told in self.on_lost:
                     told(gone)
+            case ("said", said):
+                self._sayings.heard(said)
+            case ("found", list(events)):
+                self._sayings.found(events)
             case ("reports", int(mark)):
                 self._pump.post(lambda: self._all_reported(mark))
             case ("recovered", dict(row)):
@@ -303,14 +310,27 @@ class PlannedEngine:
         if isinstance(event, Report):
             self.report(event)
         else:
-            self._parts.ask("event", event, done=lambda: event in self._parts.ask("said"))
+            self._sayings.say(event, lambda: self._say(event), lambda: self._came_late(event))
+
+    def _came_late(self, event: Any) -> None:
+        for told in self.on_late:
+            told(event)
+
+    def _say(self, event: Any) -> None:
+        self._parts.ask("event", event, done=lambda: event in self._parts.ask("said"))
 
     def report(self, report: Report) -> bool | None:
-        """Whether it came in time for a plan. Kept here until a planner has it; None: none has answered, and none will."""
+        """Whether it came in time for a plan. Kept here until a planner has it; None: none has answered, and none will.
+
+        Kept before it is answered: a planner that has accepted it, and dies, may be followed by another before this is known.
+        """
+        key, before = (report.step, report.rank), self._parts.reports
+        self._keep(report)
         try:
             used = bool(self._parts.ask("report", report, timeout_s=REPORT_S))
-            if used:
-                self._keep(report)
+            if not used:
+                others = {k: kept for k, kept in self._parts.reports.items() if k != key}
+                self._parts.reports = others | ({key: before[key]} if key in before else {})
             return used
         except OverlordError as fault:
             if not self._closed and not isinstance(fault, (ActorLost, DataStall)):
@@ -340,11 +360,14 @@ class PlannedEngine:
         parts.kits[h], self._without = (i,), (h, before)
         try:
             host = parts.recipes.loader_host(h, [i], parts.blueprint.openings(i, Cursor()), self._constructor_addresses())
+            parts.preparing.add(host.name)
             parts.hosts[host.name] = host
             parts.control.get(parts.control.call(host, "do", []), START_S)
         except BaseException:
             self.drop_prepared(h)
             raise
+        finally:
+            parts.preparing.discard(f"loader-host/{h}")
         return h
 
     def _constructor_addresses(self) -> dict[int, str]:
@@ -368,12 +391,17 @@ class PlannedEngine:
         host, n = parts.hosts[f"loader-host/{prepared}"], new.source.loaders
         if not host.alive:
             raise ActorLost(host.name, "it died before its source could join")
-        parts.ask("add_source", new, prepared, dict(parts.blueprint.fingerprint), budget_bytes, done=lambda: new.event in parts.ask("said"))
-        hosting = parts.hosting
-        parts.hosting = replace(
-            hosting, loaders=(*hosting.loaders, n), host_of=(*hosting.host_of, *[prepared] * n), n_hosts=hosting.n_hosts + 1
-        )
-        joined()
+
+        def ask() -> None:
+            fingerprint = dict(parts.blueprint.fingerprint)
+            parts.ask("add_source", new, prepared, fingerprint, budget_bytes, done=lambda: new.event in parts.ask("said"))
+
+        def takes_part() -> None:
+            parts.joined(prepared, n)
+            joined()
+
+        self._sayings.say(new.event, ask, takes_part)
+        takes_part()
 
     def move(self, source: int, hosts: Sequence[str]) -> None:
         self._parts.ask("move", source, list(hosts))

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from overlord.channel.codec import register
-from overlord.errors import ActorLost, OverlordError
-from overlord.messages import Finish, Report, Stage, StreamState
+from overlord.errors import ActorLost, JournalError, OverlordError
+from overlord.messages import Finish, Report, SetMixture, Skip, Stage, StreamState
 from overlord.observe.memory import pss_bytes
 from overlord.planner.events import lost
 from overlord.planner.spec import Mixed, NewSource, Quarantined, SourceSpec
@@ -73,6 +73,7 @@ class PlannerActor:
         self._ran.set()
         self._told: Finish | str | None = "nothing yet"  # what a planner before this one said of the end counts no more
         self._acked = -2
+        self._before: list[Any] = []  # events in the journal of planners before this one, that it went on from
         self._watched = kit.watched
 
     # the launching process
@@ -143,6 +144,7 @@ class PlannerActor:
             return host
         journal, found = Journal.resumed(self._where_journal, self._kit.blueprint.job.name)
         journal.start(self._pump.post)
+        self._before = found.events
         try:
             host = PlannerHost(self._kit, self._peers, self._pump, self._starter, found, say=self._say)
             host.journal = journal
@@ -157,6 +159,8 @@ class PlannerActor:
         """What the planner before this one knew, and perhaps died before it was heard: behind which step all stand, how far each rank is,
         which sources left."""
         host = self._host
+        if self._before:
+            self._events.put(("found", self._before))
         for event in lost(host.planner.state().events) if self._kit.incarnation else ():
             self._events.put(("lost", event))
         if self._watched and host.stood is not None:
@@ -245,13 +249,20 @@ class PlannerActor:
         return self._in_pump(lambda: self._host.consumed(ranks, step))
 
     def event(self, event: Any) -> Future[None]:
-        return self._in_pump(lambda: self._host.event(event))
+        """It is told of by itself, too: whoever said it may have given up to wait for the answer."""
+
+        def act() -> None:
+            self._host.event(event)
+            if isinstance(event, (SetMixture, Skip)):
+                self._events.put(("said", event))
+
+        return self._in_pump(act)
 
     def report(self, report: Report) -> Future[bool]:
-        """Whether it came in time for a plan."""
+        """Whether it came in time for a plan; of one that the planner before this had, whether it did there."""
 
         def act() -> bool:
-            used = self._host.planner.in_time(report)
+            used = self._host.planner.in_time(report) or report in self._host.planner.state().reports
             self._host.event(report)
             return used
 
@@ -271,15 +282,19 @@ class PlannerActor:
             host.adopt_source(before.joined_by(new.source, fingerprint).with_loaders(loaders, SIDE_BY_SIDE), h)
             try:
                 host.add_source(new, h, budget_bytes, lambda: host.journal.joined(new.event, host.blueprint))
+            except JournalError:
+                host.leave_source(h)
+                raise
             except BaseException:
                 host.give_back_source(before, h)
                 raise
+            self._events.put(("said", new.event))
 
         return self._in_pump(act)
 
     def said(self) -> Future[list[Any]]:
-        """Events that are still in force."""
-        return self._in_pump(lambda: list(self._host.planner.state().events))
+        """Events that are still in force, or were found in the journal."""
+        return self._in_pump(lambda: [*self._host.planner.state().events, *self._before])
 
     def watch(self) -> None:
         """Somebody serves clients from here on."""

@@ -15,6 +15,7 @@ from overlord.messages import Attach, Consumed, Detach, Opening, StreamState
 from overlord.planner.schedulebase import learns
 from overlord.recovery.past import Past
 from overlord.recovery.replay import Recovered
+from overlord.recovery.supervisor import Left
 from overlord.runtime.asked import Remote
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.control import Handle
@@ -85,6 +86,7 @@ class PlannerHost(ProcessHost):
         self.stood: StreamState | None = None  # behind the last step that all took, as it was when that was planned
         self.stands: dict[int, int] = {}  # the last step that each rank took, of those that could be asked
         self._had: dict[int, set[int]] = {}  # loaders of a loader host that was taken over
+        self._aside: dict[int, Remote] = {}  # hosts of sources that were refused, and may be asked for again at a later step
         self._learns = learns(kit.blueprint.job.mixture)
         self._unsure: list[Consumed] = []  # taken, and what was reported before that is perhaps still on its way
         self._asked_of, self._mark = 0, kit.incarnation * PLANNERS  # how many of them it was asked for last, and how that is known
@@ -253,13 +255,22 @@ class PlannerHost(ProcessHost):
         self.blueprint = blueprint
         self._kits[h] = frozenset([len(blueprint.job.sources) - 1])
         name = f"loader-host/{h}"
-        handle = self._handles.pop(name) if name in self._handles else self._asking.living(name)
-        self._loaders[h] = self._watched(handle, joined=False)
-        self._link_again(self._loaders[h])  # a constructor host may be another since it was started
+        if (remote := self._aside.pop(h, None)) is None:
+            remote = self._watched(self._handles.pop(name) if name in self._handles else self._asking.living(name), joined=False)
+        self._loaders[h] = remote
+        self._link_again(remote)  # a constructor host may be another since it was started
 
     def give_back_source(self, blueprint: Blueprint, h: int) -> None:
+        """The planner has refused it, and nothing has changed."""
         self.blueprint = blueprint
-        self._loaders.pop(h).lost = "not needed"
+        self._kits.pop(h)
+        self._aside[h] = self._loaders.pop(h)
+
+    def leave_source(self, h: int) -> None:
+        """It has joined, and that could not be written: the job is about to end, and whoever prepared its host ends that."""
+        remote = self._loaders[h]
+        remote.lost = "its source could not join"
+        self._supervisor.handle(Left(remote.handle.name), self._machine.now())
 
     # what the launching process keeps, since it would be lost with this one
 

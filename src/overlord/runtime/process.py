@@ -84,6 +84,7 @@ class ProcessHost(Scaling):
         self.plans = KeptPlans()
         self.on_stage: list[Callable[[Stage], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
+        self.on_late: list[Callable[[Any], None]] = []
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
         self._ranks = list(blueprint.job.place.buckets("DP"))
         self._constructor_of = np.array(constructors_of(blueprint, self._n_constructors()))

@@ -35,12 +35,18 @@ class Questions:
     _blueprint: Blueprint
     _clients: Mapping[int, Client]
     _host: Engine
+    _joining: Blueprint | None
     _pump: Pump
     _start_state: StreamState
     _started: float
     _refused: int
     _refresher: Refresher | None
     _lost: dict[str, SourceLost]  # sources whose storage was given up, and that left
+
+    def _blueprint_of(self, n: int, blueprint: Blueprint | None = None) -> Blueprint:
+        """For what a planner says of so many sources: one elsewhere may have let a source join, and its answer be on the way."""
+        known, joining = blueprint or self._blueprint, self._joining
+        return joining if joining is not None and len(known.job.names) < n == len(joining.job.names) else known
 
     def plan(self, step: int) -> LoadingPlan:
         """The plan of a recent step (the last 256 are kept)."""
@@ -118,7 +124,8 @@ class Questions:
 
     def _metrics(self) -> dict[str, Any]:
         figures = self._host.figures()
-        found = job_metrics(counted(self._host), figures, self.job.names)
+        planner = counted(self._host)
+        found = job_metrics(planner, figures, self._blueprint_of(len(planner.ledger.samples)).job.names)
         for name, event in self._lost.items():
             found["sources"].get(name, {})["lost"] = {"step": event.at, "reason": event.reason}
         found["memory"]["budget"] = self._budget()

@@ -48,6 +48,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         self, job: Job, blueprint: Blueprint, state: StreamState | None, runtime: str = "local", beginning: Beginning | None = None
     ):  # fmt: skip
         self.job, self._blueprint, self._runtime = job, blueprint, runtime
+        self._joining: Blueprint | None = None
         self._blueprints = [blueprint]  # with each source that joined, one more: a state may be of before
         self._options = blueprint.options
         self._clients: dict[int, Client] = {}
@@ -74,6 +75,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             self._let_go = keep(runtime, blueprint.options.address)
             self._host = make_engine(runtime, blueprint.floored(beginning.floor), state, self._pump)
             self._host.on_lost.append(self._source_lost)
+            self._host.on_late.append(self._note)
             self._start_state = self._host.planner.state()
             self._lost = {event.name: event for event in lost(self._start_state.events)}
             beginning.write(self._host, blueprint)
@@ -220,7 +222,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         """A state with the events and reports that came after its step was planned: prefetch runs ahead of what a trainer says."""
 
         def act() -> dict[str, Any]:
-            return blueprint.export(said.completed(opened(state), blueprint.job.names))
+            whole = opened(state)
+            known = self._blueprint_of(len(whole.owed), blueprint)
+            return known.export(said.completed(whole, known.job.names))
 
         if not self._learns:
             return act()
@@ -292,6 +296,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             old.journal = UNWRITTEN
             host = self._new_engine(blueprint, state)
             host.on_lost.append(self._source_lost)
+            host.on_late.append(self._note)
             self._pump.ask(lambda: Beginning(self._journal, anew=True).write(host, blueprint), "the journal")
             if self._serving is not None:
                 self._serving.furnish(host)

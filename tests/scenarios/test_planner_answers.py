@@ -1,0 +1,358 @@
+"""What people tell a planner in a process of its own, and what becomes of it when its answer is late, lost, or overtaken."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import overlord as ov
+from overlord.errors import ActorLost, DataStall, JournalError, OverlordError
+from overlord.runtime.parts import Parts
+from overlord.runtime.starting import Recipes
+from tests.journaled import recovered
+from tests.processes import WAIT_S, halt, launch, play, run, until
+from tests.properties.test_feedback import Chaser
+from tests.scenarios.test_planner_last_words import APART, parts_of, take
+from tests.scenarios.test_process import job, source
+
+pytestmark = pytest.mark.timeout(4 * WAIT_S)
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> str:
+    return str(tmp_path / "journal")
+
+
+def asked(patch: pytest.MonkeyPatch, wanted: str, act: Callable[[Parts, Callable[[], Any]], Any]) -> list[str]:
+    """The first time that the planner is asked this, ``act`` does so; it is given what would be done. Returns what is left to do."""
+    ask, todo = Parts.ask, [wanted]
+
+    def asks(parts: Parts, method: str, *args: Any, **settings: Any) -> Any:
+        if method not in todo:
+            return ask(parts, method, *args, **settings)
+        todo.clear()
+        return act(parts, lambda: ask(parts, method, *args, **settings))
+
+    patch.setattr(Parts, "ask", asks)
+    return todo
+
+
+def replaced(parts: Parts) -> None:
+    """The planner is killed, and another is there."""
+    old = parts.planner
+    assert old is not None
+    parts.control.kill(old)
+    until(lambda: parts.planner is not old and parts._ready)
+
+
+@contextlib.contextmanager
+def training(clients: list[ov.Client], begins: threading.Event | None = None) -> Iterator[list[int]]:
+    """Steps are taken in a thread of their own until this is left; their numbers."""
+    over, taken, errors = threading.Event(), [], list[BaseException]()
+
+    def train() -> None:
+        try:
+            assert begins is None or begins.wait(WAIT_S)
+            while not over.is_set():
+                steps = [next(client) for client in clients]
+                taken.append(steps[0].step)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        yield taken
+    finally:
+        over.set()
+        thread.join(WAIT_S)
+    assert errors == []
+
+
+def clients_of(session: ov.Session) -> list[ov.Client]:
+    return [session.client(rank) for rank in range(2)]
+
+
+def ahead(clients: list[ov.Client], n: int) -> None:
+    take(clients, n, {0: [], 1: []})
+
+
+def at_rest(session: ov.Session, journal: str, *, taken: int) -> int:
+    """All is planned and written that may be: the first step that is not."""
+    first = taken + session._options.prefetch
+    until(lambda: recovered(journal).next_step == first)
+    return first
+
+
+# overtaken
+
+
+def test_a_source_whose_step_was_planned_before_it_could_join_joins_at_the_next(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was an error that spoke of an actor "expected already", in one of four calls while trainers ran."""
+
+    def late(parts: Parts, go: Callable[[], Any]) -> Any:
+        first = int(parts.ask("open_step"))
+        until(lambda: int(parts.ask("open_step")) > first + 1)
+        return go()
+
+    with launch(job(until=100_000, journal=journal), **APART) as session, training(clients_of(session)) as taken:
+        until(lambda: len(taken) > 2)
+        with monkeypatch.context() as patch:
+            todo = asked(patch, "add_source", late)
+            at = session.add_source(source("d", 30, 5000))
+        assert not todo
+        until(lambda: taken[-1] > at + 4)
+        assert "d" in session.metrics()["sources"]
+
+
+def test_where_a_source_that_joined_is_read_is_known_once(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner tells of it, too, and may be heard first: then its loaders counted twice, and the next source got a host of others."""
+    heard = threading.Event()
+    do = Parts._do
+
+    def hears(parts: Parts, planner: Any, event: tuple[Any, ...]) -> None:
+        do(parts, planner, event)
+        if event[0] == "hosting":
+            heard.set()
+
+    def slowly(parts: Parts, go: Callable[[], Any]) -> Any:
+        answer = go()
+        assert heard.wait(WAIT_S)
+        return answer
+
+    with launch(job(until=60, journal=journal), **APART) as session:
+        clients, parts = clients_of(session), parts_of(session)
+        ahead(clients, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(Parts, "_do", hears)
+            asked(patch, "add_source", slowly)
+            session.add_source(source("d", 30, 5000))
+        assert len(parts.hosting.host_of) == sum(parts.hosting.loaders) == 4
+        replaced(parts)
+        ahead(clients, 5)
+        session.add_source(source("e", 30, 7000))
+        ahead(clients, 20)
+
+
+# given up
+
+
+def stalled(parts: Parts, go: Callable[[], Any]) -> Any:
+    """It stands still, for longer than anyone waits for its answer, and goes on then."""
+    planner = parts.planner
+    assert planner is not None
+    assert planner.pid is not None
+    halt(planner.pid)
+    try:
+        return go()
+    finally:
+        os.kill(planner.pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of events are waited for one second."""
+    ask = Parts.ask
+
+    def soon(parts: Parts, method: str, *args: Any, **settings: Any) -> Any:
+        return ask(parts, method, *args, **({"timeout_s": 1.0} if method in ("event", "add_source") else {}), **settings)
+
+    monkeypatch.setattr(Parts, "ask", soon)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_mixture_that_was_given_up_and_changed_all_the_same_is_in_states(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with launch(job(until=40, journal=journal), **APART, lost_after_s=WAIT_S) as session:
+        clients, parts = clients_of(session), parts_of(session)
+        ahead(clients, 3)
+        with monkeypatch.context() as patch:
+            asked(patch, "event", stalled)
+            with pytest.raises(DataStall) as given_up:
+                session.set_mixture({"a": 1.0, "b": 0.0, "c": 0.0}, at=20)
+        assert "may still come to it" in "".join(given_up.value.__notes__)
+        until(lambda: parts.ask("said"))
+        until(lambda: session.state_dict()["events"])
+        saved = clients[0].state_dict()
+        lived = play(session)
+    assert run(replace(job(until=40), journal=None), "local", resume=saved).steps == lived.steps
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_source_that_was_given_up_and_joined_all_the_same_is_part_of_the_job(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with launch(job(until=40, journal=journal), **APART, lost_after_s=WAIT_S) as session:
+        clients = clients_of(session)
+        ahead(clients, 3)
+        with monkeypatch.context() as patch:
+            asked(patch, "add_source", stalled)
+            with pytest.raises(DataStall):
+                session.add_source(source("d", 30, 5000))
+        until(lambda: "d" in session.job.names)
+        ahead(clients, 8)
+        assert "d" in clients[0].state_dict()["cursors"]
+        assert "d" in session.metrics()["sources"]
+        with pytest.raises(OverlordError, match="'d'"):
+            session.add_source(source("d", 30, 5000))
+        ahead(clients, 4)
+
+
+def test_a_state_is_saved_while_a_source_joins(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner's states have it at once, the session hears of it a moment later."""
+    with launch(job(until=40, journal=journal), **APART) as session:
+        clients = clients_of(session)
+        ahead(clients, 3)
+        saved = []
+
+        def meanwhile(parts: Parts, go: Callable[[], Any]) -> Any:
+            answer = go()
+            ahead(clients, 8)
+            saved.append(clients[0].state_dict())
+            return answer
+
+        with monkeypatch.context() as patch:
+            asked(patch, "add_source", meanwhile)
+            session.add_source(source("d", 30, 5000))
+        assert [list(state["cursors"]) for state in saved] == [["a", "b", "c", "d"]]
+
+
+# lost
+
+
+def say(rank: int, step: int) -> dict[str, float]:
+    return {"loss/a": 1.0 + step % 5 + 3 * rank, "loss/b": 0.5 * (1 + step % 3), "loss/c": 0.25}
+
+
+def test_a_report_that_a_planner_accepted_and_died_with_is_told_to_the_next(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=30)
+    calm = run(made, "local", report=say, prefetch=4)
+    ask, todo = Parts.ask, ["once"]
+
+    def dies(parts: Parts, method: str, *args: Any, **settings: Any) -> Any:
+        answer = ask(parts, method, *args, **settings)
+        if method == "report" and (args[0].step, args[0].rank) == (9, 1) and todo:
+            todo.clear()
+            old = parts.planner
+            assert old is not None
+            parts.control.kill(old)
+            until(lambda: parts.planner is not old)  # it is told what is known by now
+        return answer
+
+    monkeypatch.setattr(Parts, "ask", dies)
+    with launch(replace(made, journal=journal), **APART, prefetch=4) as session:
+        assert play(session, report=say).steps == calm.steps
+    assert not todo
+
+
+def test_a_skip_that_was_written_and_passed_before_it_was_answered_has_happened(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with launch(job(until=60, journal=journal), **APART) as session:
+        clients, parts = clients_of(session), parts_of(session)
+        ahead(clients, 3)
+        first = at_rest(session, journal, taken=3)
+        get, wait, killed, lost = parts.control.get, Parts._wait_for_planner, list[Any](), threading.Event()
+        with training(clients, lost) as taken:
+
+            def dies(future: Any, timeout_s: float) -> Any:
+                """When it has done what it was asked, and before its answer is here."""
+                value = get(future, timeout_s)
+                if getattr(future, "method", "") == "event" and not killed:
+                    killed.append(parts.planner)
+                    parts.control.kill(killed[0])
+                    lost.set()
+                    raise ActorLost("planner", "killed by signal 9")
+                return value
+
+            def waits(parts: Parts, deadline: float, timeout_s: float) -> Any:
+                found = wait(parts, deadline, timeout_s)
+                if killed and threading.current_thread().name.startswith("overlord-pump"):
+                    until(lambda: taken and taken[-1] > first + 2)
+                return found
+
+            with monkeypatch.context() as patch:
+                patch.setattr(parts.control, "get", dies)
+                patch.setattr(Parts, "_wait_for_planner", waits)
+                session.skip([first + 1])
+            until(lambda: taken[-1] > first + 4)
+    assert killed
+    assert first + 1 not in taken
+    assert first + 2 in taken
+
+
+@pytest.mark.parametrize("restarts", [1, 3])
+def test_a_planner_that_is_lost_while_a_host_is_started_for_it_is_followed_by_one(
+    journal: str, monkeypatch: pytest.MonkeyPatch, restarts: int
+) -> None:
+    """The host was not known yet when the next planner was made, which asked for it again, and ended: its name was taken."""
+    start, todo = Recipes.loader_host, ["once"]
+    with launch(job(until=30, journal=journal), **APART, max_restarts=restarts) as session:
+        clients, parts = clients_of(session), parts_of(session)
+        ahead(clients, 3)
+
+        def dies(*args: Any) -> Any:
+            host = start(*args)
+            if todo:
+                todo.clear()
+                old = parts.planner
+                assert old is not None
+                assert old.pid is not None
+                os.kill(old.pid, signal.SIGKILL)
+                until(lambda: not parts._ready)
+                with contextlib.suppress(AssertionError):  # the next one is not made before this one is known
+                    until(lambda: parts.planner is not old, 1.0)
+            return host
+
+        monkeypatch.setattr(Recipes, "loader_host", dies)
+        session.kill("loader-host/0")
+        ahead(clients, 20)
+        assert not todo
+        assert parts._incarnation == 1
+
+
+def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next planner has nothing to do with it yet: it gave it up when it did not answer, as one that hangs."""
+    start = Recipes.loader_host
+
+    with launch(job(until=60, journal=journal), **APART, lost_after_s=1.0) as session:
+        clients, parts = clients_of(session), parts_of(session)
+        ahead(clients, 3)
+
+        def slowly(*args: Any) -> Any:
+            host = start(*args)
+            assert host.pid is not None
+            halt(host.pid)
+            threading.Thread(target=meanwhile, args=(host.pid,), daemon=True).start()
+            return host
+
+        def meanwhile(pid: int) -> None:
+            until(lambda: "loader-host/3" in parts.hosts)
+            replaced(parts)
+            os.kill(pid, signal.SIGCONT)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Recipes, "loader_host", slowly)
+            session.add_source(source("d", 30, 5000))
+        assert parts._incarnation == 1
+        ahead(clients, 10)
+
+
+def test_a_source_that_cannot_be_written_ends_the_job_with_words_and_nothing_else_breaks(journal: str) -> None:
+    with launch(job(until=60, journal=journal), **APART) as session:
+        clients = clients_of(session)
+        ahead(clients, 3)
+        at_rest(session, journal, taken=3)
+        with sorted(Path(journal).glob("*.ovj"))[-1].open("ab") as file:
+            file.write(b"x")
+        with pytest.raises(JournalError):
+            session.add_source(source("d", 30, 5000))
+        assert session.metrics()["sources"]
+        with pytest.raises(JournalError):
+            ahead(clients, 30)
+        assert session.metrics()["sources"]

@@ -1,0 +1,78 @@
+"""What is said to a planner elsewhere: it has happened once, or not at all, whoever tells of it first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from overlord.errors import DataStall, PlanError
+from overlord.messages import SetMixture
+from overlord.runtime.sayings import Sayings
+
+A, B = SetMixture(10, {"a": 1.0}), SetMixture(10, {"a": 2.0})
+
+
+def silent() -> None:
+    raise DataStall("the planner", 25.0)
+
+
+def told(late: list[SetMixture], event: SetMixture) -> Callable[[], None]:
+    return lambda: late.append(event)
+
+
+def given_up(sayings: Sayings, event: SetMixture, late: list[SetMixture]) -> None:
+    with pytest.raises(DataStall):
+        sayings.say(event, silent, told(late, event))
+
+
+def test_what_was_answered_is_not_told_again() -> None:
+    sayings, late = Sayings(), list[SetMixture]()
+    sayings.say(A, lambda: None, told(late, A))
+    sayings.heard(A)
+    assert late == []
+
+
+def test_what_was_given_up_and_taken_later_is_told_once() -> None:
+    sayings, late = Sayings(), list[SetMixture]()
+    given_up(sayings, A, late)
+    sayings.heard(B)
+    assert late == []
+    sayings.heard(A)
+    sayings.heard(A)
+    assert late == [A]
+
+
+def test_what_is_told_of_before_it_is_given_up_has_been_answered() -> None:
+    sayings, late = Sayings(), list[SetMixture]()
+
+    def too_late() -> None:
+        sayings.heard(A)
+        silent()
+
+    sayings.say(A, too_late, told(late, A))
+    assert late == []
+
+
+def test_what_was_refused_is_forgotten() -> None:
+    sayings, late = Sayings(), list[SetMixture]()
+
+    def refused() -> None:
+        raise PlanError("planned already")
+
+    with pytest.raises(PlanError):
+        sayings.say(A, refused, told(late, A))
+    sayings.heard(A)
+    assert late == []
+
+
+def test_what_the_next_planner_finds_counts_if_it_was_not_known_before() -> None:
+    """Said, changed, and said again: of two that are equal the journal may hold the first alone."""
+    sayings, late = Sayings(), list[SetMixture]()
+    sayings.say(A, lambda: None, told(late, A))
+    sayings.say(B, lambda: None, told(late, B))
+    given_up(sayings, A, late)
+    sayings.found([A, B])
+    assert late == []
+    sayings.found([A, B, A])
+    assert late == [A]
