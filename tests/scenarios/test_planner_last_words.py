@@ -23,7 +23,7 @@ from overlord.runtime.plankit import PlannerBlueprint
 from overlord.runtime.planned import PlannedEngine
 from overlord.runtime.serving import Serving
 from overlord.runtime.starting import Recipes
-from tests.processes import WAIT_S, Played, launch, play, run, until, written
+from tests.processes import WAIT_S, Played, halt, launch, play, run, until, written
 from tests.scenarios import test_scaling as scaling
 from tests.scenarios.test_process import APART as HOSTS
 from tests.scenarios.test_process import job, source
@@ -107,6 +107,31 @@ def dies_when_it_is_written(patch: pytest.MonkeyPatch) -> None:
         return answer
 
     patch.setattr(Parts, "ask", dies)
+
+
+def test_a_state_is_loaded_however_long_another_planner_takes_that_waits_for_a_host(
+    alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than the answer of a planner is waited for: the one that comes in its place gives up a host that stands still first."""
+    write = PlannedEngine.write_beginning
+
+    def dies(engine: PlannedEngine, beginning: Any) -> None:
+        pid = engine._parts.hosts["loader-host/0"].pid
+        assert pid is not None
+        halt(pid)
+        engine.kill("planner")
+        write(engine, beginning)
+
+    with launch(job(until=STEPS, journal=journal), **APART, lost_after_s=3.0) as session:
+        clients = [session.client(rank) for rank in range(2)]
+        take(clients, 2, {0: [], 1: []})
+        saved = clients[0].state_dict()
+        take(clients, 3, {0: [], 1: []})
+        with monkeypatch.context() as patch:
+            patch.setattr(PlannedEngine, "write_beginning", dies)
+            patch.setitem(Parts.ask.__kwdefaults__, "timeout_s", 1.0)
+            session.load_state_dict(saved)
+        assert play(session).steps == alone.behind(1)
 
 
 @pytest.mark.parametrize("dies", [dies_while_it_starts, dies_before_it_is_written, dies_when_it_is_written])

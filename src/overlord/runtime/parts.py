@@ -111,8 +111,13 @@ class Parts:
         self._where: tuple[str, str] = self.control.get(self.control.call(planner, "where"), BOOT_S)
         self._listen(planner)
         self._beating = planner
-        behind: int = self.control.get(self.control.call(planner, "begin"), 2 * START_S + 2 * self.blueprint.options.lost_after_s)
+        behind: int = self.control.get(self.control.call(planner, "begin"), self._begin_s)
         return behind
+
+    @property
+    def _begin_s(self) -> float:
+        """For a planner to be there with all its hosts: some may have to be given up first, and others started."""
+        return 2 * START_S + 2 * self.blueprint.options.lost_after_s
 
     def _is_ready(self) -> None:
         """One that died since it began, and was not missed because it was not there yet, is missed here."""
@@ -270,7 +275,7 @@ class Parts:
         here, the next one has begun at the same place, not knowing of it: it writes it once more. Nothing was planned meanwhile."""
         while not self._opened:
             planner = self.planner
-            self.ask("open_journal", anew, floor)
+            self.ask("open_journal", anew, floor, timeout_s=self._begin_s)
             with self._lock:
                 self._opened = planner is self.planner
 

@@ -39,6 +39,7 @@ from overlord.runtime.written import UNWRITTEN, Beginning
 log = logging.getLogger("overlord")
 
 WHY_S = 1.0  # how long a client waits to be told why it waits
+MOVE_S = 600.0  # for a session that is moved to be written down: its planner may be lost meanwhile, and hosts with it
 
 
 class Session(Questions, Changes, ServingMethods, Resharding):
@@ -297,7 +298,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             host = self._new_engine(blueprint, state)
             host.on_lost.append(self._source_lost)
             host.on_late.append(self._note)
-            self._pump.ask(lambda: Beginning(self._journal, anew=True).write(host, blueprint), "the journal")
+            self._pump.ask(lambda: Beginning(self._journal, anew=True).write(host, blueprint), "the journal", MOVE_S)
             if self._serving is not None:
                 self._serving.furnish(host)
             start_state = host.planner.state()  # it may have to be waited for, which nobody may do under the lock

@@ -21,7 +21,7 @@ from overlord.scaling.sharing import kept, spread
 
 log = logging.getLogger("overlord")
 
-PER_PLANNER = 1_000  # such numbers that one planner may use up
+PER_PLANNER = 1_000_000  # such numbers that one planner may use up: a job that runs for months scales often
 FOLLOW_S = 5.0  # for a host to hold what it is to take over; then it takes over as it is
 KEPT_CHANGES = 100
 
