@@ -172,7 +172,7 @@ class Server:
         while (oldest := next(iter(self._pending.values()), None)) and oldest.deadline <= now:
             self._refuse(oldest, f"it did not finish the handshake in {self._silence_s:g} s")
         for link in [x for x in self._leaving if x.linger_until <= now or not x.waiting]:
-            self._drop(link, link.reason)
+            self.drop(link, link.reason)
         if self._paused_until and self._paused_until <= now:
             self._paused_until = 0.0
             for sock in self._listeners:
@@ -256,18 +256,18 @@ class Server:
         try:
             alive = link.hear(lambda value: self._on_message(link, value))
         except FrameError as e:
-            self._drop(link, str(e))
+            self.drop(link, str(e))
         except OverlordError as e:  # the callback does not want what came
             log.warning("%s is cut off: %s", link.peer, e)
-            self._drop(link, str(e))
+            self.drop(link, str(e))
         except Exception as e:  # of the callback: this link ends, the others live on
             log.exception("on_message failed for %s", link.peer)
-            self._drop(link, f"{type(e).__name__}: {e}")
+            self.drop(link, f"{type(e).__name__}: {e}")
         else:
             if not alive:
-                self._drop(link, link.reason)
+                self.drop(link, link.reason)
 
-    def _drop(self, link: ServerLink, reason: str) -> None:
+    def drop(self, link: ServerLink, reason: str) -> None:
         """Ends a link for good, once."""
         if link not in self._links:
             return
@@ -296,7 +296,7 @@ class Server:
         for pending in list(self._pending.values()):
             self._refuse(pending, CLOSES)
         for link in list(self._links):
-            self._drop(link, link.reason)
+            self.drop(link, link.reason)
         for sock in self._listeners:
             sock.close()
         self._selector.close()

@@ -125,6 +125,10 @@ class ServerLink(SocketLink):
             self._sender.close()
             self._fileno = -1
 
+    def cut(self, reason: str) -> None:
+        """Ends it without waiting for what is queued: nobody is there who would take it."""
+        self._server.later(lambda: self._server.drop(self, reason))
+
     def close(self, reason: str = "") -> None:
         """What is queued is still sent, for a while; nothing is handed over any more."""
         with self._drained:

@@ -33,6 +33,7 @@ DIAL_S = 5.0  # for the one who called to answer
 REPLY_S = 30.0  # for it to take an answer: far above what it needs while it lives
 LOOK_S = 60.0  # between two looks whether a silent link is still wanted
 KILL_S = 8.0  # for a process to be gone, when somebody else kills it
+CUT_S = 1.0  # between the end of a link and the word that the process died, in either order
 UNBOUNDED = 2**62  # of bytes that wait for an actor: a pump must not wait for one that is stuck, which is noticed otherwise
 
 
@@ -108,10 +109,11 @@ class Peers(Actors[PeerRecord]):
         """Who started it says that it is gone; ``fault``: what its factory raised. What it had said before still counts."""
         if (record := self._by_ticket.pop(ticket, None)) is not None:
             with record.order:
-                record.end = (reason, fault)
-                if record.link is not None:  # its end is on the way
-                    return
-            self._ended(record)
+                record.end, link = (reason, fault), record.link
+            if link is None:
+                self._ended(record)
+            else:  # its end is on the way, behind what it said last; of a machine that vanished none would come
+                after(CUT_S, lambda: link.cut("who started it says that it is gone"))
 
     def _ended(self, record: PeerRecord) -> None:
         assert record.end is not None
@@ -168,6 +170,13 @@ class Peers(Actors[PeerRecord]):
             self._cut(record.name, record.ticket, reason)
         else:
             self.died(record.ticket, f"its link ended: {reason}")
+
+
+def after(seconds: float, act: Callable[[], None]) -> None:
+    """In a thread of its own, which holds up nobody who ends."""
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
 
 
 def fault_of(control: Control, dead: Handle) -> BaseException | None:

@@ -11,7 +11,6 @@ import atexit
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -25,7 +24,7 @@ from overlord.runtime.actor import ITSELF, factory_failed, open_reply
 from overlord.runtime.control import HURRY_S, SHUT_DOWN, SHUTDOWN_S, Actors, Answer, Handle, Somewhere
 from overlord.runtime.front import Hands
 from overlord.runtime.machine import Machine, Networked
-from overlord.runtime.peers import PeerRecord, Peers
+from overlord.runtime.peers import CUT_S, PeerRecord, Peers, after
 from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Home, this_machine
 from overlord.runtime.ray_cluster import CLUSTER, Key, actor_of, end_process, has_no_process, here, kill, pickled, reason_of
@@ -35,7 +34,6 @@ log = logging.getLogger("overlord")
 
 KILLED = "killed"
 KILL_S = 8.0  # for Ray to say that an actor is gone
-CUT_S = 1.0  # between the end of a link and Ray's word that the process died, in either order
 ROOM_S = 10.0  # for a node with room: whoever waits longer is told for what
 PROCESS_S = 40.0  # for a process on a node that had room: far above what a slow disk takes to start one, far below what a launch waits
 SILENT_S = 6.0  # for Ray to say that one that was killed is gone; without a head it may say nothing
@@ -144,7 +142,7 @@ class RayControl(Peers):
 
         life.add_done_callback(lambda _: self._news.do(over))
         if record.place.waits:
-            _after(ROOM_S, lambda: self._tell_that_it_waits(record))
+            after(ROOM_S, lambda: self._tell_that_it_waits(record))
         elif record.place.asks:
             self._look_later(record, actor, home, code)
 
@@ -178,7 +176,7 @@ class RayControl(Peers):
         self._begin(record, replace(home, ticket=record.ticket), code)
 
     def _look_later(self, record: RayRecord, actor: Any, home: Home, code: bytes) -> None:
-        _after(PROCESS_S, lambda: self._starts.do(lambda: self._ask_for_nothing(record, actor, home, code)))
+        after(PROCESS_S, lambda: self._starts.do(lambda: self._ask_for_nothing(record, actor, home, code)))
 
     def _whom(self, future: Future[Any]) -> str:
         if isinstance(future, Answer):
@@ -210,8 +208,8 @@ class RayControl(Peers):
             return
         end_process(actor, record.pid if link is not None else 0)
         if link is not None:
-            _after(CUT_S, lambda: link.close(why))
-        _after(SILENT_S, lambda: self.died(record.ticket, record.killed))
+            after(CUT_S, lambda: link.close(why))
+        after(SILENT_S, lambda: self.died(record.ticket, record.killed))
 
     def _in_callback(self) -> bool:
         return self._server.in_its_thread or self._news.is_me()
@@ -222,7 +220,7 @@ class RayControl(Peers):
 
     def _cut_off(self, name: str, ticket: int, why: str) -> None:
         """Its link ended: nearly always because its process did, which Ray tells by itself. One that lives is of no use."""
-        _after(CUT_S, lambda: self._end_by_name(name, ticket, f"its link ended, and Ray did not say of what: {why}"))
+        after(CUT_S, lambda: self._end_by_name(name, ticket, f"its link ended, and Ray did not say of what: {why}"))
 
     def _life_over(self, record: RayRecord, actor: Any, life: Future[Any]) -> None:
         """Ray says that it is over. What the actor said before still counts: the end of its link says that all was read."""
@@ -237,8 +235,6 @@ class RayControl(Peers):
             CLUSTER.give_back(self._key(record), actor, record.pid)
         else:
             kill(actor)
-        if (link := record.link) is not None:
-            _after(CUT_S, lambda: link.close("Ray says that it is gone"))  # of a machine that vanished no end would come
         self.died(record.ticket, record.killed or (f"exit code {code or 0}" if error is None else reason_of(error)), record.fault)
 
     def _ended(self, record: PeerRecord) -> None:
@@ -294,9 +290,3 @@ class RayControl(Peers):
 
     def _at_exit(self) -> None:
         self.shutdown(HURRY_S)
-
-
-def _after(seconds: float, act: Callable[[], None]) -> None:
-    timer = threading.Timer(seconds, act)
-    timer.daemon = True
-    timer.start()

@@ -1,0 +1,140 @@
+"""A machine that vanishes sends no last word, so links to it do not end: whoever is there must not wait for that."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import overlord as ov
+from overlord.errors import ActorLost
+from overlord.runtime import peers
+from overlord.runtime.control import Handle
+from overlord.runtime.peers import Peers
+from overlord.runtime.process_control import ProcessControl
+from tests.actors import Sent, Worker
+from tests.processes import KILLED, WAIT_S, Played, halt, hosts_of, launch, left_after, play, run
+from tests.scenarios.test_planner_process import planner_of
+from tests.scenarios.test_process import APART, job
+
+pytestmark = pytest.mark.timeout(4 * WAIT_S)
+
+STEPS = 24
+GETFD = 438  # the number of pidfd_getfd on every platform of Linux
+
+
+@pytest.fixture(scope="module")
+def alone() -> Played:
+    return run(job(until=STEPS), "local")
+
+
+# one that others started
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[ProcessControl]:
+    with ProcessControl() as control:
+        yield control
+
+
+@pytest.fixture
+def here() -> Iterator[Peers]:
+    with Peers() as made:
+        yield made
+
+
+def sent(elsewhere: ProcessControl, here: Peers) -> tuple[Handle, int]:
+    """A worker that was started elsewhere and came here; and its ticket."""
+    there = elsewhere.spawn(Sent, "worker", Worker, (), name="worker")
+    handle, ticket = here.expect("worker")
+    elsewhere.tell(there, "meet", here.address, here.token, ticket)
+    assert here.get(here.call(handle, "echo", "here"), WAIT_S) == "here"
+    return handle, ticket
+
+
+def test_one_that_is_said_to_have_died_is_lost_though_its_link_never_ends(elsewhere: ProcessControl, here: Peers) -> None:
+    """A process that is stopped sends as much as a machine that is gone."""
+    handle, ticket = sent(elsewhere, here)
+    told, came = list[str](), threading.Event()
+    here.on_death(handle, lambda handle, reason: (told.append(reason), came.set()))  # type: ignore[func-returns-value]
+    assert handle.pid is not None
+    halt(handle.pid)
+    answer = here.call(handle, "echo", "there")
+    here.died(ticket, "its node is gone")
+    assert came.wait(WAIT_S)
+    assert (told, handle.alive) == (["its node is gone"], False)
+    with pytest.raises(ActorLost, match="its node is gone"):
+        here.get(answer, 0.0)
+    here.kill(handle)  # waits for nobody
+    here.expect("worker")  # its name is free
+
+
+def test_what_is_on_its_way_is_heard_when_its_sender_is_said_to_have_died(
+    elsewhere: ProcessControl, here: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, ticket = sent(elsewhere, here)
+    assert handle.pid is not None
+    halt(handle.pid)
+    answer = here.call(handle, "echo", "last words")
+    monkeypatch.setattr(peers, "CUT_S", 4 * WAIT_S)
+    here.died(ticket, "its node is gone")
+    os.kill(handle.pid, signal.SIGCONT)
+    assert here.get(answer, WAIT_S) == "last words"
+    assert handle.alive
+    gone = threading.Event()
+    here.on_death(handle, lambda handle, reason: gone.set())
+    os.kill(handle.pid, signal.SIGKILL)
+    assert gone.wait(WAIT_S), "the end of its link came by itself"
+
+
+# a host of a job
+
+
+def kept(pid: int, peer: int) -> list[socket.socket]:
+    """Copies of the sockets by which a process has links to another. While they are there no end comes by those links, whatever becomes of
+    the process: as if its machine had vanished."""
+    libc, found = ctypes.CDLL(None, use_errno=True), []
+    pidfd = os.pidfd_open(pid)
+    try:
+        for fd in [int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(entry).startswith("socket:")]:
+            if (copy := libc.syscall(GETFD, pidfd, fd, 0)) < 0:
+                pytest.skip(f"this machine lends nobody sockets of another process: {os.strerror(ctypes.get_errno())}")
+            sock = socket.socket(fileno=copy)
+            ours = sock.family == socket.AF_UNIX and sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            if ours and struct.unpack("3i", ours)[0] == peer:
+                found.append(sock)
+            else:
+                sock.close()
+    finally:
+        os.close(pidfd)
+    assert found, "it has no link there"
+    return found
+
+
+@contextlib.contextmanager
+def vanished(session: ov.Session, name: str) -> Iterator[None]:
+    """A host dies, and the planner sees no end of its link."""
+    pid = hosts_of(session)[name]
+    links = kept(pid, planner_of(session))
+    try:
+        os.kill(pid, signal.SIGKILL)
+        assert not left_after([pid], WAIT_S)
+        yield
+    finally:
+        for link in links:
+            link.close()
+
+
+@pytest.mark.parametrize("name", ["loader-host/0", "constructor-host/0"])
+def test_a_host_whose_machine_vanished_is_started_again_by_a_planner_elsewhere(alone: Played, tmp_path: Path, name: str) -> None:
+    with contextlib.ExitStack() as stack, launch(job(until=STEPS, journal=str(tmp_path)), **APART) as session:
+        assert play(session, act={5: lambda session: stack.enter_context(vanished(session, name))}) == alone
+        assert [(row["part"], row["reason"]) for row in session.metrics()["recoveries"]] == [(name, KILLED)]
