@@ -11,6 +11,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,9 @@ import overlord as ov
 from overlord.errors import ActorLost
 from overlord.runtime import peers
 from overlord.runtime.control import Handle
+from overlord.runtime.parts import Parts
 from overlord.runtime.peers import Peers
+from overlord.runtime.planned import PlannedEngine
 from overlord.runtime.process_control import ProcessControl
 from tests.actors import Sent, Worker
 from tests.processes import KILLED, WAIT_S, Played, halt, hosts_of, launch, left_after, play, run
@@ -138,3 +141,31 @@ def test_a_host_whose_machine_vanished_is_started_again_by_a_planner_elsewhere(a
     with contextlib.ExitStack() as stack, launch(job(until=STEPS, journal=str(tmp_path)), **APART) as session:
         assert play(session, act={5: lambda session: stack.enter_context(vanished(session, name))}) == alone
         assert [(row["part"], row["reason"]) for row in session.metrics()["recoveries"]] == [(name, KILLED)]
+
+
+def test_a_host_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
+    alone: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planner has not heard of its death, and finds it silent: who started it has no one to kill."""
+    with contextlib.ExitStack() as stack, launch(job(until=STEPS, journal=str(tmp_path)), lost_after_s=2.0, **APART) as session:
+        engine = session._host
+        assert isinstance(engine, PlannedEngine)
+        missed = told_of_no_death(engine._parts, monkeypatch)
+        assert play(session, act={5: lambda session: stack.enter_context(vanished(session, "loader-host/0"))}) == alone
+        assert missed == [KILLED]
+        [reason] = [row["reason"] for row in session.metrics()["recoveries"] if row["part"] == "loader-host/0"]
+        assert reason.startswith("it answered nothing for ")
+
+
+def told_of_no_death(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The first death is not told to the planner; what it was to be told is in the list."""
+    tell, missed = parts.control.tell, list[str]()
+
+    def deaf(handle: Handle, method: str, *args: Any) -> None:
+        if method == "died" and not missed:
+            missed.append(args[1])
+        else:
+            tell(handle, method, *args)
+
+    monkeypatch.setattr(parts.control, "tell", deaf)
+    return missed

@@ -340,11 +340,11 @@ class Parts:
                 self._end_host(h)
             case ("meet", int(ticket), str(name)):
                 self._start(planner, ticket, lambda: self._living(name))
-            case ("kill", int(ticket), str(name)) if self._tickets.get(name) == ticket:
-                self._kill(name)
+            case ("kill", int(ticket), str(name)):
+                self._kill_for(planner, ticket, name)
             case ("cut", int(ticket), str(name), str(why)) if self._tickets.get(name) == ticket:
                 self._cut_off(name, why)
-            case ("kill" | "cut", *_):
+            case ("cut", *_):
                 pass  # another has its name by now
             case ("awaits", list(names)):
                 self._is_awaited(names)
@@ -406,6 +406,16 @@ class Parts:
         if (host := self.hosts.get(name)) is not None:
             with contextlib.suppress(OverlordError):
                 self.control.kill(host)
+
+    def _kill_for(self, planner: Handle, ticket: int, name: str) -> None:
+        """One that is gone already cannot die any more: it is told once more that it did, or the planner would wait for that for ever."""
+        host = self.hosts.get(name)
+        if self._tickets.get(name) != ticket:
+            self.control.tell(planner, "died", ticket, "another has its name by now")
+        elif host is None or not host.alive:
+            self.control.tell(planner, "died", ticket, self._missed.get(name, ("it was gone already", 0.0))[0])
+        else:
+            self._kill(name)
 
     def _end_host(self, h: int) -> None:
         """Nobody misses it."""
