@@ -1,10 +1,12 @@
 """Appends beside whoever has something to write: a disk takes milliseconds, a store takes many, and neither is to hold up the rest.
 
-What waits together is written together, with one sync; in order, always. After an error nothing more is written.
+What waits together is written together, with one sync; in order, always. After an error nothing more is written, and whatever it was it
+is told: who waits for an append would wait for ever.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 from overlord.errors import JournalError
 from overlord.journal.log import Log
 from overlord.journal.record import Record
+
+log = logging.getLogger("overlord")
 
 WAIT_S = 600.0  # for one append: a store is tried for long, and a disk that takes longer is lost
 
@@ -79,9 +83,9 @@ class Writer:
             try:
                 self._write(orders)
             except JournalError:
-                self._say()
                 return
-            self._say()
+            finally:
+                self._say()
 
     def _say(self) -> None:
         if self._told is not None:
@@ -95,15 +99,27 @@ class Writer:
             self._log.append([record for order in orders for record in order.records])
             if (before := orders[-1].before) is not None:
                 self._log.prune(before)
-        except JournalError as error:
+        except Exception as error:
+            failed = error if isinstance(error, JournalError) else self._unforeseen(error)
             with self._changed:
-                self.failed = error
+                self.failed = failed
                 self._changed.notify_all()
-            raise
+            raise failed from failed.__cause__
         with self._changed:
             self.appends, self.seconds = self.appends + 1, self.seconds + time.perf_counter() - start
             self.done += len(orders)
             self._changed.notify_all()
+
+    def _unforeseen(self, error: Exception) -> JournalError:
+        """What no place has words for: no memory, a fault of our own."""
+        log.error("journal %s: an append failed", self._log.shown, exc_info=error)
+        what = f"wanted an append, found {type(error).__name__}: {error}"
+        remedy = (
+            "nothing is written any more, and all that was acknowledged is kept: mend that, and resume; the log has where it was raised"
+        )
+        failed = JournalError(self._log.shown, what, remedy)
+        failed.__cause__ = error
+        return failed
 
     def close(self, timeout_s: float) -> bool:
         """Write what waits, and stop; whether that was done in time. The log is still open."""
