@@ -198,11 +198,14 @@ class Log:
         self._tip = None
 
     def prune(self, before: int) -> int:
-        """Removes segments from the oldest on, as long as all their records have lower numbers; the one being written stays.
+        """Removes segments from the oldest on, as long as all their records have lower numbers; the one being written stays. Returns how
+        many ended: from here on they are not read, also where the place refuses to remove them."""
+        ended = self.give_up(before)
+        self.sweep()
+        return ended
 
-        That they are no longer wanted is noted durably first: a segment that is gone without a note was lost. In a store those by which
-        writers were shut out stay for ever: a writer that wakes late must find its next number taken. Returns how many segments ended.
-        """
+    def give_up(self, before: int) -> int:
+        """The first half of it: that they are no longer wanted is noted durably. A segment that is gone without a note was lost."""
         going = []
         for kept in self._kept:
             if (self._tip is not None and kept.ordinal == self._tip.ordinal) or not (kept.top is None or kept.top < before):
@@ -213,10 +216,21 @@ class Log:
             self._write([pruned(before, first)])
             del self._kept[: len(going)]
             self._doomed += [kept.name for kept in going if not (kept.opens and self._place.whole)]
+        return len(going)
+
+    def sweep(self) -> None:
+        """The second half: what was given up goes, also what an earlier writer could not remove. What is refused is tried again next time.
+
+        In a store those by which writers were shut out stay for ever: a writer that wakes late must find its next number taken.
+        """
         if self._doomed:
             self._place.remove(self._doomed)
             self._doomed = []
-        return len(going)
+
+    @property
+    def doomed(self) -> int:
+        """Segments that were given up and are still there."""
+        return len(self._doomed)
 
     @property
     def shown(self) -> str:

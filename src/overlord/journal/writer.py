@@ -1,7 +1,7 @@
 """Appends beside whoever has something to write: a disk takes milliseconds, a store takes many, and neither is to hold up the rest.
 
 What waits together is written together, with one sync; in order, always. After an error nothing more is written, and whatever it was it
-is told: who waits for an append would wait for ever.
+is told: who waits for an append would wait for ever. What cannot be removed is no such error: it is not read any more, and only takes room.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Writer:
         self._orders: deque[_Order] = deque()
         self._given = self.done = 0  # orders; ``done``: so many are durable
         self.failed: JournalError | None = None
+        self.unpruned = ""  # what could not be removed at the last pruning, why, and what to do
         self.appends, self.seconds = 0, 0.0
         self._changed = threading.Condition(threading.RLock())
         self._closed = False
@@ -52,6 +53,7 @@ class Writer:
             self._given += 1
             if self._told is None:
                 self._write([order])
+                self._sweep([order])
                 return self._given
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="overlord-journal", daemon=True)
@@ -86,6 +88,7 @@ class Writer:
                 return
             finally:
                 self._say()
+            self._sweep(orders)
 
     def _say(self) -> None:
         if self._told is not None:
@@ -97,18 +100,38 @@ class Writer:
             if orders[0].rolls:
                 self._log.roll()
             self._log.append([record for order in orders for record in order.records])
+            with self._changed:
+                self.appends, self.done = self.appends + 1, self.done + len(orders)
+                self._changed.notify_all()
             if (before := orders[-1].before) is not None:
-                self._log.prune(before)
+                self._log.give_up(before)
         except Exception as error:
             failed = error if isinstance(error, JournalError) else self._unforeseen(error)
             with self._changed:
                 self.failed = failed
                 self._changed.notify_all()
             raise failed from failed.__cause__
-        with self._changed:
-            self.appends, self.seconds = self.appends + 1, self.seconds + time.perf_counter() - start
-            self.done += len(orders)
-            self._changed.notify_all()
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def _sweep(self, orders: Sequence[_Order]) -> None:
+        """After a pruning: what nobody wants any more goes, when all who wait were told. A place may take writes and refuse removals."""
+        if orders[-1].before is None:
+            return
+        start, said = time.perf_counter(), self.unpruned
+        try:
+            self._log.sweep()
+            self.unpruned = ""
+        except Exception as error:
+            where = error.path if isinstance(error, JournalError) else self._log.shown
+            why = error.problem if isinstance(error, JournalError) else f"{type(error).__name__}: {error}"
+            self.unpruned = (
+                f"journal {where}: {self._log.doomed} segments that are not wanted any more stay: {why}; let the job remove them (in a "
+                "store: DeleteObject). It goes on, the journal grows, and the next pruning tries again"
+            )
+        if self.unpruned and not said:
+            log.warning("%s", self.unpruned)
+        self.seconds += time.perf_counter() - start
 
     def _unforeseen(self, error: Exception) -> JournalError:
         """What no place has words for: no memory, a fault of our own."""

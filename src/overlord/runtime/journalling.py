@@ -243,9 +243,11 @@ class Journal(Unwritten):
     def figures(self) -> dict[str, Any]:
         writer = self._writer
         done = {"appends": 0, "seconds": 0.0} if writer is None else {"appends": writer.appends, "seconds": writer.seconds}
-        failed = {} if self.failed is None else {"failed": str(self.failed)}
+        wrong = {} if self.failed is None else {"failed": str(self.failed)}
+        if writer is not None and writer.unpruned:
+            wrong["unpruned"] = writer.unpruned
         told = {"snapshot_bytes": self._snapshot_bytes, "acked": self._acked, "planned": self._next - 1}
-        return {**self._counts, **done, **told, **failed}
+        return {**self._counts, **done, **told, **wrong}
 
     def close(self, taken: int = -1) -> None:
         """Say how far all ranks came, and let go. From a signal's handler, too; nothing that counts is lost without it."""

@@ -44,6 +44,8 @@ class SimWriter(Writer):
         with contextlib.suppress(JournalError):
             self._write(orders)
         self._say()
+        if self.failed is None:
+            self._sweep(orders)
 
     def wait(self, number: int, timeout_s: float = 0.0) -> None:
         while self.done < number and self.failed is None:
