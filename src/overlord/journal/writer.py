@@ -27,6 +27,7 @@ class _Order:
     records: Sequence[Record]
     rolls: bool = False  # they begin a new segment
     before: int | None = None  # then what has lower numbers goes
+    anew: bool = False  # they begin a new segment, and all before it goes
 
 
 class Writer:
@@ -44,9 +45,9 @@ class Writer:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def put(self, records: Sequence[Record], *, rolls: bool = False, before: int | None = None) -> int:
+    def put(self, records: Sequence[Record], *, rolls: bool = False, before: int | None = None, anew: bool = False) -> int:
         """Have records written, then segments pruned; returns the number by which to ask whether it is done."""
-        order = _Order(records, rolls, before)
+        order = _Order(records, rolls or anew, before, anew)
         with self._changed:
             if self.failed is not None:
                 raise self.failed
@@ -99,7 +100,7 @@ class Writer:
         try:
             if orders[0].rolls:
                 self._log.roll()
-            self._log.append([record for order in orders for record in order.records])
+            self._log.append([record for order in orders for record in order.records], anew=orders[0].anew)
             with self._changed:
                 self.appends, self.done = self.appends + 1, self.done + len(orders)
                 self._changed.notify_all()
@@ -116,7 +117,7 @@ class Writer:
 
     def _sweep(self, orders: Sequence[_Order]) -> None:
         """After a pruning: what nobody wants any more goes, when all who wait were told. A place may take writes and refuse removals."""
-        if orders[-1].before is None:
+        if orders[-1].before is None and not orders[0].anew:
             return
         start, said = time.perf_counter(), self.unpruned
         try:
