@@ -163,7 +163,8 @@ class Fault:
     ``kind``: a status (503), or "short" (fewer bytes than promised, then the connection ends), "less" (promised fewer
     than asked for), "elsewhere" (another range than asked for), "whole" (200 and the whole object, whatever range was
     asked for), "unconditional" (If-Match is not looked at), "reset", "stall" (half, then nothing), "unanswered" (carried
-    out, then a reset instead of an answer), "overwrites" (a put as if it had no condition).
+    out, then a reset instead of an answer), "overwrites" (a put as if it had no condition), "kept" (objects that are to be removed are
+    refused one by one, in an answer that is none of a failure).
     With ``tells`` the error quotes the request's signature and keys.
     """
 
@@ -263,6 +264,8 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "overwrites":
             put = self.proxy.server.bucket().put(self._key(), self._sent())
             return self._answer(200, {"ETag": str(put["e_tag"])}, b"", str(kind))
+        if kind == "kept":
+            return self._answer(200, {"Content-Type": "application/xml"}, self._kept(), str(kind))
         status, headers, body = self._unconditional() if kind == "unconditional" else self._ask()
         if kind == "less":
             body = body[: len(body) // 2]
@@ -283,6 +286,11 @@ class _Handler(BaseHTTPRequestHandler):
         signed = f"http://{keys.access}:{keys.secret}@host{self.path}?X-Amz-Credential={keys.access}&amp;X-Amz-Signature=0123456789abcdef"
         header = f"Authorization: {signature} {keys.secret}"
         return f"<AWSAccessKeyId>{keys.access}</AWSAccessKeyId><Resource>{signed}</Resource><Hint>{header}</Hint>"
+
+    def _kept(self) -> bytes:
+        keys = re.findall("<Key>.*?</Key>", self._sent().decode())
+        refused = [f"<Error>{key}<Code>AccessDenied</Code><Message>Access Denied</Message></Error>" for key in keys]
+        return f"<DeleteResult xmlns='http://s3.amazonaws.com/doc/2006-03-01/'>{''.join(refused)}</DeleteResult>".encode()
 
     def _unconditional(self) -> tuple[int, dict[str, str], bytes]:
         start, last = map(int, re.findall(r"\d+", self.headers["Range"]))

@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import JournalError
-from overlord.journal.log import read_all
+from overlord.journal.chain import read_part
+from overlord.journal.log import read, read_all
+from overlord.journal.record import Record
 from overlord.messages import AddSource, StreamState
 from overlord.planner.events import widened
-from overlord.recovery.checkpoint import Entry, Interval, plan, snapshot
+from overlord.recovery.checkpoint import REWIND, SNAPSHOT, Entry, Interval, plan, snapshot
 from overlord.recovery.replay import Recovered
 from overlord.runtime import journalling
 from overlord.runtime.journalling import Journal, entries
@@ -40,6 +42,7 @@ class Writing:
     def __init__(self, whole: bool):
         self.place, self.names, self.taken = Memory(whole), ["s0", "s1"], -1
         self.states = {-1: start(2)}  # behind each step
+        self.old: set[str] = set()  # segments from before the job last went back
         self.journal = Journal(self.place, "demo", None, OFTEN)
         self.journal.begin(self.states[-1], self.blueprint)
 
@@ -71,10 +74,19 @@ class Writing:
 
     def rewind(self, n: int) -> None:
         """To a state that was saved, however old."""
+        self.old = set(self.place.files)
         step = max(-1, self.taken - 3 * n)
         self.states = {behind: state for behind, state in self.states.items() if behind <= step}
         self.taken, self.names = step, self.names[: len(self.states[step].active)]
         self.journal.rewound(self.states[step], self.blueprint)
+
+    def die(self, n: int) -> None:
+        """It goes back, and is killed before anything is removed."""
+        self.place.remove = lambda names: None  # type: ignore[method-assign]
+        self.rewind(n)
+        del self.place.remove
+        self.restart(n)
+        self.old = set()  # they go with the next pruning
 
     def join(self, n: int) -> None:
         self.names.append(name := f"s{len(self.names)}")
@@ -88,9 +100,38 @@ class Writing:
         assert oldest <= self.taken
         for step in (step for step in self.states if step >= oldest):
             assert np.array_equal(found.bare(step).cursors, self.states[step].cursors)
+        self.check_what_is_kept()
+
+    def check_what_is_kept(self) -> None:
+        """No more than is needed: nothing from before the job went back, nothing before the newest snapshot that all ranks have passed. A
+        store's objects by which writers were shut out stay, and say nothing."""
+        reading = read(self.place.copy())
+        assert [name for name in self.old & set(self.place.files) if not (self.place.whole and _opens(name, self.place))] == []
+        newest = max(part.ordinal for part in reading.parts for p in part.records if self.is_passed(p.record))
+        assert [part.name for part in reading.parts if part.ordinal < newest and part.records] == []
+
+    def is_passed(self, record: Record) -> bool:
+        return record.kind in (SNAPSHOT, REWIND) and record.number <= self.taken + 1
 
 
-ACTIONS = st.tuples(st.sampled_from(("plan", "take", "take", "take", "restart", "rewind", "join")), st.integers(1, 8))
+def _opens(name: str, place: Memory) -> bool:
+    return read_part(name, place.files[name]).opens
+
+
+class Torn(Writing):
+    """The same job in another process, whose next write gets to some byte and no further."""
+
+    def __init__(self, job: Writing, cut: int):
+        self.place, self.names, self.taken, self.states, self.old = job.place.copy(), list(job.names), job.taken, dict(job.states), set()
+        self.journal, _ = Journal.resumed(self.place, "demo")
+        self.place.fault, self.place.stays, self._cut, self.size = self._tear, True, cut, 0
+
+    def _tear(self, data: bytes) -> int:
+        self.size = len(data)
+        return self._cut
+
+
+ACTIONS = st.tuples(st.sampled_from(("plan", "take", "take", "take", "restart", "rewind", "die", "join")), st.integers(1, 8))
 
 
 @given(st.lists(ACTIONS, max_size=25), st.booleans())
@@ -126,6 +167,52 @@ def test_a_job_that_went_back_and_then_on_leaves_a_journal_that_can_be_read(whol
     for _ in range(20):
         job.take(3)
         job.check()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_job_that_goes_far_back_keeps_nothing_of_what_was_before(whole: bool) -> None:
+    """Its steps have lower numbers than those before: by numbers alone all would stay until they are passed again."""
+    job = Writing(whole)
+    for _ in range(20):
+        job.take(5)
+    job.rewind(20)
+    assert len(job.place.files) == (2 if whole else 1)
+    job.check()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_a_job_that_went_back_was_killed_over_removing_goes_when_the_next_one_prunes(
+    whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journalling, "SEGMENT_BYTES", SEGMENT_BYTES)
+    job = Writing(whole)
+    for _ in range(20):
+        job.take(5)
+    before = set(job.place.files)
+    job.die(20)
+    assert before < set(job.place.files)
+    job.check()
+    for _ in range(5):
+        job.take(3)
+    job.old = before
+    job.check()
+
+
+def test_a_job_that_is_killed_while_it_writes_that_it_went_back_has_gone_back_or_not() -> None:
+    """At every byte: what was before goes only with what takes its place."""
+    job = Writing(whole=False)
+    job.plan(20)
+    job.take(15)
+    cut, size, went = 0, 1, set[bool]()
+    while cut <= size:
+        torn = Torn(job, cut)
+        with pytest.raises(JournalError, match="EIO"):
+            torn.rewind(2)
+        _, found = Journal.resumed(torn.place.copy(), "demo")
+        went.add(found.acked == torn.taken)
+        assert (found.acked, found.next_step) in ((job.taken, max(job.states) + 1), (torn.taken, torn.taken + 1))
+        cut, size = cut + 1, torn.size
+    assert went == {False, True}
 
 
 def test_plans_of_which_no_snapshot_is_left_at_all_are_no_journal() -> None:

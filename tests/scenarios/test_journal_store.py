@@ -11,6 +11,7 @@ from overlord.errors import JournalError
 from overlord.journal.log import Log, read, read_all
 from overlord.journal.record import Record
 from overlord.journal.report import verify
+from overlord.journal.writer import Writer
 from overlord.runtime import profiles
 from tests.journals import JOB
 from tests.stores import BUCKET, Fault, Proxy
@@ -193,6 +194,27 @@ def test_what_does_not_pass_is_told_at_once_and_no_key_with_it(uri, proxy, statu
     said = str(caught.value) + repr(caught.value) + repr(caught.value.__context__) + str(pickle.dumps(caught.value))
     assert keys.secret not in said
     assert keys.access not in said
+
+
+@pytest.mark.parametrize("kind", [403, "kept"])
+def test_a_bucket_that_lets_nothing_be_removed_is_told_of_and_written_to_all_the_same(uri, proxy, caplog, kind):
+    """Keys without DeleteObject: the journal grows, and what was pruned is not read."""
+    log = Log.create(uri, JOB)
+    writer = Writer(log)
+    for k in range(4):
+        writer.put([plan(k)])
+    proxy.faults = [Fault(kind, times=99, method="POST", code="AccessDenied")]
+    writer.wait(writer.put([plan(4)], before=2))
+    writer.wait(writer.put([plan(5)], before=3))
+    assert "3 segments that are not wanted any more stay: could not be removed" in writer.unpruned
+    assert "AccessDenied" in writer.unpruned
+    assert len([r for r in caplog.records if "could not be removed" in r.getMessage()]) == 1
+    assert numbers(uri) == [3, 4, 5]
+    proxy.faults = []
+    again, _ = Log.open(uri, JOB)
+    assert again.doomed == 3  # the first object stays in any case: it says who opened the journal
+    again.prune(3)
+    assert (again.doomed, numbers(uri), verify(uri).faults) == (0, [3, 4, 5], ())
 
 
 def test_a_bucket_that_is_not_there_is_named(proxy):

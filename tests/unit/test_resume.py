@@ -339,6 +339,27 @@ def test_a_disk_that_takes_its_time_holds_up_steps_and_nothing_else(tmp_path: Pa
         assert [step for step, _ in got + done[0]] == list(range(7))
 
 
+def test_a_directory_that_lets_nothing_be_removed_is_told_of_and_the_job_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: list[tuple[int, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(journalling, "SEGMENT_BYTES", 400)
+    monkeypatch.setattr(journalling, "Interval", lambda: Interval(ratio=4, most_plans=3))
+    monkeypatch.setattr(directory.Path, "unlink", _not_allowed)
+    with ov.launch(job(tmp_path)) as session:
+        assert take(session, 39) == undisturbed[:39]
+        figures = session.metrics()["journal"]
+        assert "could not be removed: Operation not permitted (EPERM)" in figures["unpruned"]
+        assert "failed" not in figures
+    assert len([r for r in caplog.records if "could not be removed" in r.getMessage()]) == 1
+    assert len(recovered(tmp_path).planned) < 20, "what was pruned is not read"
+    with ov.launch(job(tmp_path), resume="auto") as session:
+        assert take(session, 1) == undisturbed[39:]
+
+
+def _not_allowed(self: Path, missing_ok: bool = False) -> None:
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
 # what is written
 
 

@@ -137,7 +137,11 @@ class Directory:
 
     def _unchanged(self, name: str, at: int) -> None:
         """The file must be there, and as it was left: a journal that was removed takes every write and keeps none."""
-        found = os.fstat(self._file)
+        try:
+            found = os.fstat(self._file)
+        except OSError as error:  # the server of a network's file system has lost it
+            self._leave()
+            raise refusal(f"{self.shown}/{name}", f"be looked at before an append at byte {at}", error) from None
         if found.st_nlink and found.st_size == at:
             return
         self._leave()
@@ -162,7 +166,8 @@ class Directory:
     def _leave(self) -> None:
         """No more appends to the file that is open."""
         if self._file >= 0:
-            os.close(self._file)
+            with suppress(OSError):  # it is closed all the same, and what counts was synced
+                os.close(self._file)
         self._file, self._name = -1, ""
 
     def remove(self, names: Sequence[str]) -> None:

@@ -119,20 +119,23 @@ class Log:
 
     # writing
 
-    def append(self, records: Sequence[Record]) -> None:
-        """Durable when it returns, with one sync for all. If it raises, they may be read back or not, but each whole or not at all."""
+    def append(self, records: Sequence[Record], *, anew: bool = False) -> None:
+        """Durable when it returns, with one sync for all. If it raises, they may be read back or not, but each whole or not at all.
+
+        ``anew``: they begin a segment, and once they are durable nothing before it is wanted, whatever its numbers; ``sweep`` removes it.
+        """
         if notes := [record.kind for record in records if record.is_note]:
             raise ValueError(f"wanted records of the caller, found the log's own {notes[0]!r}")
-        self._write(records)
+        self._write(records, anew)
 
-    def _write(self, records: Sequence[Record]) -> None:
+    def _write(self, records: Sequence[Record], anew: bool = False) -> None:
         if self._ended is not None:
             raise self._ended
         if not records:
             return
         tip = self._tip
-        if tip is None or self._place.whole or (tip.end >= self.segment_bytes and tip.end > tip.begin):
-            self._begin(records)
+        if tip is None or anew or self._place.whole or (tip.end >= self.segment_bytes and tip.end > tip.begin):
+            self._begin(records, anew=anew)
             return
         data = pack(records, tip.end, tip.seed)
         self._tip = None  # whatever happens now, a segment in doubt is not written again
@@ -141,13 +144,15 @@ class Log:
         self._tip, self._after = tip, After(tip.ordinal, tip.end, 0)
         self._note_numbers(records)
 
-    def _begin(self, records: Sequence[Record], claiming: bool = False) -> None:
-        """A new segment with these records in it."""
+    def _begin(self, records: Sequence[Record], *, claiming: bool = False, anew: bool = False) -> None:
+        """A new segment with these records in it. That all before it goes is noted behind them, in the same append: where that is cut, the
+        note is not there without them, and what lies before still counts."""
         self._tip = None
         for _ in range(TRIES):
             name, head = name_of(self._next), header_bytes(self._segment_header())
             seed = seed_of(head)
-            data = head + pack(records, len(head), seed)
+            notes = [pruned(records[-1].number, self._next)] if anew else []
+            data = head + pack([*records, *notes], len(head), seed)
             try:
                 self._place.create(name, data)
                 break
@@ -168,6 +173,8 @@ class Log:
         self._kept.append(_Kept(name, self._next, None, claiming))
         self._next += 1
         self._note_numbers(records)
+        if anew:
+            self._drop(len(self._kept) - 1)
 
     def _segment_header(self) -> SegmentHeader:
         return SegmentHeader(
@@ -198,11 +205,14 @@ class Log:
         self._tip = None
 
     def prune(self, before: int) -> int:
-        """Removes segments from the oldest on, as long as all their records have lower numbers; the one being written stays.
+        """Removes segments from the oldest on, as long as all their records have lower numbers; the one being written stays. Returns how
+        many ended: from here on they are not read, also where the place refuses to remove them."""
+        ended = self.give_up(before)
+        self.sweep()
+        return ended
 
-        That they are no longer wanted is noted durably first: a segment that is gone without a note was lost. In a store those by which
-        writers were shut out stay for ever: a writer that wakes late must find its next number taken. Returns how many segments ended.
-        """
+    def give_up(self, before: int) -> int:
+        """The first half of it: that they are no longer wanted is noted durably. A segment that is gone without a note was lost."""
         going = []
         for kept in self._kept:
             if (self._tip is not None and kept.ordinal == self._tip.ordinal) or not (kept.top is None or kept.top < before):
@@ -211,12 +221,25 @@ class Log:
         if going:
             first = next((kept.ordinal for kept in self._kept[len(going) :]), self._next)
             self._write([pruned(before, first)])
-            del self._kept[: len(going)]
-            self._doomed += [kept.name for kept in going if not (kept.opens and self._place.whole)]
+            self._drop(len(going))
+        return len(going)
+
+    def _drop(self, n: int) -> None:
+        """The oldest so many were given up. Of a store's those stay for ever by which writers were shut out: one that wakes late must find
+        its next number taken."""
+        self._doomed += [kept.name for kept in self._kept[:n] if not (kept.opens and self._place.whole)]
+        del self._kept[:n]
+
+    def sweep(self) -> None:
+        """The second half: what was given up goes, also what an earlier writer did not remove. What is refused is tried again next time."""
         if self._doomed:
             self._place.remove(self._doomed)
             self._doomed = []
-        return len(going)
+
+    @property
+    def doomed(self) -> int:
+        """Segments that were given up and are still there."""
+        return len(self._doomed)
 
     @property
     def shown(self) -> str:

@@ -19,6 +19,7 @@ _REMEDIES = {
     errno.EFBIG: "raise the limit on the size of files (ulimit -f) or make segments smaller: all that was acknowledged is kept",
     errno.EROFS: _DENIED, errno.EACCES: _DENIED, errno.EPERM: _DENIED,
     errno.EIO: "the disk fails: copy the journal to another one and resume there; the segment is not written again",
+    errno.ESTALE: "the server of the file system has lost the file: mount it anew, see that the segments are there, and resume",
     errno.ENOTDIR: "name a directory", errno.EEXIST: "name a directory", errno.ENOENT: "name a directory that is there",
 }  # fmt: skip
 

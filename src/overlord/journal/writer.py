@@ -1,10 +1,12 @@
 """Appends beside whoever has something to write: a disk takes milliseconds, a store takes many, and neither is to hold up the rest.
 
-What waits together is written together, with one sync; in order, always. After an error nothing more is written.
+What waits together is written together, with one sync; in order, always. After an error nothing more is written, and whatever it was it
+is told: who waits for an append would wait for ever. What cannot be removed is no such error: it is not read any more, and only takes room.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -15,6 +17,8 @@ from overlord.errors import JournalError
 from overlord.journal.log import Log
 from overlord.journal.record import Record
 
+log = logging.getLogger("overlord")
+
 WAIT_S = 600.0  # for one append: a store is tried for long, and a disk that takes longer is lost
 
 
@@ -23,6 +27,7 @@ class _Order:
     records: Sequence[Record]
     rolls: bool = False  # they begin a new segment
     before: int | None = None  # then what has lower numbers goes
+    anew: bool = False  # they begin a new segment, and all before it goes
 
 
 class Writer:
@@ -34,20 +39,22 @@ class Writer:
         self._orders: deque[_Order] = deque()
         self._given = self.done = 0  # orders; ``done``: so many are durable
         self.failed: JournalError | None = None
+        self.unpruned = ""  # what could not be removed at the last pruning, why, and what to do
         self.appends, self.seconds = 0, 0.0
         self._changed = threading.Condition(threading.RLock())
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def put(self, records: Sequence[Record], *, rolls: bool = False, before: int | None = None) -> int:
+    def put(self, records: Sequence[Record], *, rolls: bool = False, before: int | None = None, anew: bool = False) -> int:
         """Have records written, then segments pruned; returns the number by which to ask whether it is done."""
-        order = _Order(records, rolls, before)
+        order = _Order(records, rolls or anew, before, anew)
         with self._changed:
             if self.failed is not None:
                 raise self.failed
             self._given += 1
             if self._told is None:
                 self._write([order])
+                self._sweep([order])
                 return self._given
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="overlord-journal", daemon=True)
@@ -79,9 +86,10 @@ class Writer:
             try:
                 self._write(orders)
             except JournalError:
-                self._say()
                 return
-            self._say()
+            finally:
+                self._say()
+            self._sweep(orders)
 
     def _say(self) -> None:
         if self._told is not None:
@@ -92,18 +100,50 @@ class Writer:
         try:
             if orders[0].rolls:
                 self._log.roll()
-            self._log.append([record for order in orders for record in order.records])
-            if (before := orders[-1].before) is not None:
-                self._log.prune(before)
-        except JournalError as error:
+            self._log.append([record for order in orders for record in order.records], anew=orders[0].anew)
             with self._changed:
-                self.failed = error
+                self.appends, self.done = self.appends + 1, self.done + len(orders)
                 self._changed.notify_all()
-            raise
-        with self._changed:
-            self.appends, self.seconds = self.appends + 1, self.seconds + time.perf_counter() - start
-            self.done += len(orders)
-            self._changed.notify_all()
+            if (before := orders[-1].before) is not None:
+                self._log.give_up(before)
+        except Exception as error:
+            failed = error if isinstance(error, JournalError) else self._unforeseen(error)
+            with self._changed:
+                self.failed = failed
+                self._changed.notify_all()
+            raise failed from failed.__cause__
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def _sweep(self, orders: Sequence[_Order]) -> None:
+        """After a pruning: what nobody wants any more goes, when all who wait were told. A place may take writes and refuse removals."""
+        if orders[-1].before is None and not orders[0].anew:
+            return
+        start, said = time.perf_counter(), self.unpruned
+        try:
+            self._log.sweep()
+            self.unpruned = ""
+        except Exception as error:
+            where = error.path if isinstance(error, JournalError) else self._log.shown
+            why = error.problem if isinstance(error, JournalError) else f"{type(error).__name__}: {error}"
+            self.unpruned = (
+                f"journal {where}: {self._log.doomed} segments that are not wanted any more stay: {why}; let the job remove them (in a "
+                "store: DeleteObject). It goes on, the journal grows, and the next pruning tries again"
+            )
+        if self.unpruned and not said:
+            log.warning("%s", self.unpruned)
+        self.seconds += time.perf_counter() - start
+
+    def _unforeseen(self, error: Exception) -> JournalError:
+        """What no place has words for: no memory, a fault of our own."""
+        log.error("journal %s: an append failed", self._log.shown, exc_info=error)
+        what = f"wanted an append, found {type(error).__name__}: {error}"
+        remedy = (
+            "nothing is written any more, and all that was acknowledged is kept: mend that, and resume; the log has where it was raised"
+        )
+        failed = JournalError(self._log.shown, what, remedy)
+        failed.__cause__ = error
+        return failed
 
     def close(self, timeout_s: float) -> bool:
         """Write what waits, and stop; whether that was done in time. The log is still open."""

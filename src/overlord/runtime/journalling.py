@@ -167,7 +167,7 @@ class Journal(Unwritten):
     def rewound(self, state: StreamState, blueprint: Blueprint, floor: int = 0) -> None:
         """The stream begins anew at a state: trainers loaded it, or the mesh is another. What was planned before does not count."""
         self._whose, self._digests = _whose(blueprint, state.step), {}
-        self._open_anew(checkpoint.rewind(state, floor), state)
+        self._open_anew(checkpoint.rewind(state, floor), state)  # with it goes all before, whose steps may have higher numbers
 
     # writing
 
@@ -183,7 +183,7 @@ class Journal(Unwritten):
     def _open_anew(self, entry: Entry, state: StreamState) -> None:
         assert self._whose is not None
         self._last, self._next, self._acked, self._pending = state, state.step, state.step - 1, []
-        self._settle(self._append([self._whose, entry], rolls=True))
+        self._settle(self._append([self._whose, entry], rolls=True, anew=entry.kind == REWIND))
         self._orders, self._durable, self._snapshots = deque(), state.step, deque([state.step])
         self._counts["snapshots"] += 1
 
@@ -197,13 +197,13 @@ class Journal(Unwritten):
         self._snapshots.append(self._next)
         self._counts["snapshots"] += 1
 
-    def _append(self, found: Sequence[Entry], *, rolls: bool = False, before: int | None = None) -> int:
+    def _append(self, found: Sequence[Entry], *, rolls: bool = False, before: int | None = None, anew: bool = False) -> int:
         """Hand entries over to be written; returns the order by which to wait for it."""
         if self._writer is None:
             self._log = self._log or Log.create(self._place, self._header)
             self._writer = self.make_writer(self._log, self._told)
         records = [Record.of(entry.kind, entry.number, entry.body) for entry in found]
-        order = self._writer.put(records, rolls=rolls, before=before)
+        order = self._writer.put(records, rolls=rolls, before=before, anew=anew)
         self._pending = []
         self._count(records, rolls)
         return order
@@ -243,9 +243,11 @@ class Journal(Unwritten):
     def figures(self) -> dict[str, Any]:
         writer = self._writer
         done = {"appends": 0, "seconds": 0.0} if writer is None else {"appends": writer.appends, "seconds": writer.seconds}
-        failed = {} if self.failed is None else {"failed": str(self.failed)}
+        wrong = {} if self.failed is None else {"failed": str(self.failed)}
+        if writer is not None and writer.unpruned:
+            wrong["unpruned"] = writer.unpruned
         told = {"snapshot_bytes": self._snapshot_bytes, "acked": self._acked, "planned": self._next - 1}
-        return {**self._counts, **done, **told, **failed}
+        return {**self._counts, **done, **told, **wrong}
 
     def close(self, taken: int = -1) -> None:
         """Say how far all ranks came, and let go. From a signal's handler, too; nothing that counts is lost without it."""

@@ -25,11 +25,11 @@ class SimWriter(Writer):
         super().__init__(log, told)
         self._process = process
 
-    def put(self, records: Sequence[Record], *, rolls: bool = False, before: int | None = None) -> int:
+    def put(self, records: Sequence[Record], *, rolls: bool = False, before: int | None = None, anew: bool = False) -> int:
         if self.failed is not None:
             raise self.failed
         self._given += 1
-        self._orders.append(_Order(records, rolls, before))
+        self._orders.append(_Order(records, rolls or anew, before, anew))
         world = self._process.world
         world.at(world.delay(WRITE_S), self._flush, self._process)
         return self._given
@@ -44,6 +44,8 @@ class SimWriter(Writer):
         with contextlib.suppress(JournalError):
             self._write(orders)
         self._say()
+        if self.failed is None:
+            self._sweep(orders)
 
     def wait(self, number: int, timeout_s: float = 0.0) -> None:
         while self.done < number and self.failed is None:
