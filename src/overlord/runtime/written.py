@@ -182,8 +182,9 @@ class Written(Carrier):
 
     def _released(self) -> None:
         """Something became durable, or cannot."""
-        waiting = next((c.plan.step for c in self._held if isinstance(c, Stage)), None)
-        if waiting is not None and (error := self.journal.failed) is not None:
+        error = self.journal.failed  # asked first: what is not durable then never will be
+        waiting = next((c.plan.step for c in self._held if isinstance(c, Stage) and not self.journal.has(c.plan.step)), None)
+        if waiting is not None and error is not None:
             self._end_before(waiting, error)
         free = []
         while self._held and not (isinstance(c := self._held[0], Stage) and not self.journal.has(c.plan.step)):
@@ -192,9 +193,9 @@ class Written(Carrier):
         self.run()
 
     def _end_before(self, step: int, error: JournalError | PlanError) -> None:
-        """No plan from this step on is acted upon."""
-        self._held = deque(c for c in self._held if not isinstance(c, Stage))
-        self._queue = deque(c for c in self._queue if not isinstance(c, Stage))
+        """No plan from this step on is acted upon. Those before it go their way when they are durable, if they are not yet."""
+        self._held = deque(c for c in self._held if not isinstance(c, Stage) or c.plan.step < step)
+        self._queue = deque(c for c in self._queue if not isinstance(c, Stage) or c.plan.step < step)
         self._queue.extend(self.planner.handle(Finish(step, error)))
 
     def _unhold(self) -> None:
