@@ -25,6 +25,7 @@ log = logging.getLogger("overlord")
 class Unwritten:
     """The journal of a job that has none; what the others do is said in ``runtime/journalling.py``."""
 
+    launch = ""  # what all writers of one launch share: the next one goes on only where the last was one of them
     failed: JournalError | None = None
     settling = False  # an event waits to be durable, and the pump with it
     heard: Callable[[], None] = staticmethod(lambda: None)  # in the pump: something became durable, or cannot
