@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _ERRORS = (
     "OverlordError", "JobError", "SourceError", "StorageError", "TransformError", "PlanError", "StateMismatch", "DataStall", "ActorLost",
-    "JournalError", "FrameError", "LinkRefused",
+    "JournalError", "JournalTaken", "FrameError", "LinkRefused",
 )  # fmt: skip
 _HOME = {
     "Job": "overlord.job", "Source": "overlord.job", "Batch": "overlord.job",
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from overlord.errors import FrameError as FrameError
     from overlord.errors import JobError as JobError
     from overlord.errors import JournalError as JournalError
+    from overlord.errors import JournalTaken as JournalTaken
     from overlord.errors import LinkRefused as LinkRefused
     from overlord.errors import OverlordError as OverlordError
     from overlord.errors import PlanError as PlanError

@@ -128,6 +128,10 @@ class JournalError(OverlordError):
         return f"journal {self.path}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
 
 
+class JournalTaken(JournalError):
+    """A journal that another writer has gone on with: nothing that this one does counts any more, however often it is tried."""
+
+
 class FrameError(OverlordError):
     """Bytes of the channel that cannot be trusted, or a value that cannot travel in them."""
 

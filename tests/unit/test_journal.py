@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
-from overlord.errors import JournalError, StateMismatch
+from overlord.errors import JournalError, JournalTaken, StateMismatch
 from overlord.journal.log import Log, read, read_all
 from overlord.journal.place import place_of
 from overlord.journal.record import Record
@@ -235,3 +237,53 @@ def test_a_record_from_the_same_place_of_another_journal_is_none():
         place.files = {name: data[:start] + other[start:end] + data[end:]}
         with pytest.raises(JournalError, match=rf"byte {start}: wanted a record's head with checksum"):
             read_all(place)
+
+
+def of(launch: str) -> Header:
+    return Header(job=JOB.job, fingerprint=JOB.fingerprint, launch=launch)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["store", "directory"])
+def test_a_launch_goes_on_only_where_the_last_writer_was_its_own_and_else_shuts_out_nobody(whole):
+    place = Memory(whole)
+    Log.create(place, of("a")).append([plan(0)])
+    mine, before = Log.open(place, of("a"), goes_on=True)
+    assert len(before) == 1
+    mine.append([plan(1)])
+    other, _ = Log.open(place, of("b"))
+    files = dict(place.files)
+    with pytest.raises(JournalTaken, match=r'process \d+ on \S+ with generation 3 has taken over: .*stop this job.*resume="auto"'):
+        Log.open(place, of("a"), goes_on=True)
+    assert place.files == files, "it has looked, and written nothing"
+    other.append([plan(2)])
+    assert numbers(place) == [0, 1, 2]
+    Log.open(place, of("a"))[0].append([plan(3)])  # who is launched anew may go on from any
+    assert numbers(place) == [0, 1, 2, 3]
+
+
+def test_one_who_takes_over_between_the_look_and_the_claim_is_found_by_the_next_look():
+    class Slow(Memory):
+        def create(self, name: str, data: bytes) -> None:
+            while meanwhile:
+                meanwhile.pop()()
+            super().create(name, data)
+
+    place, others, meanwhile = Slow(whole=True), list[Log](), list[Callable[[], None]]()
+    Log.create(place, of("a")).append([plan(0)])
+    meanwhile.append(lambda: others.append(Log.open(place, of("b"))[0]))
+    with pytest.raises(JournalTaken, match="with generation 2 has taken over"):
+        Log.open(place, of("a"), goes_on=True)
+    others[0].append([plan(1)])
+    assert numbers(place) == [0, 1]
+
+
+def test_a_launch_goes_on_where_nobody_has_written_yet_and_from_a_journal_that_names_no_launch_it_does_not(monkeypatch):
+    place = Memory()
+    Log.open(place, of("a"), goes_on=True)[0].append([plan(0)])
+    Log.open(place, of("a"), goes_on=True)[0].close()
+    with monkeypatch.context() as patch:  # as it was written before headers had it
+        patch.setattr("overlord.journal.segment.asdict", lambda header: {k: v for k, v in asdict(header).items() if k != "launch"})
+        Log.open(place, JOB)[0].append([plan(1)])
+    assert numbers(place) == [0, 1]
+    with pytest.raises(JournalTaken, match="has taken over"):
+        Log.open(place, of("a"), goes_on=True)

@@ -22,6 +22,7 @@ from overlord.journal.record import Record
 from overlord.recovery.checkpoint import Interval, changes, samples_of, snapshot
 from overlord.runtime import journalling
 from tests.journaled import recovered
+from tests.processes import until
 
 pytestmark = pytest.mark.timeout(60)
 ROWS = {name: [{"tokens": [1 + k % 90] * (1 + (k * n) % 17)} for k in range(200)] for n, name in ((3, "a"), (5, "b"), (7, "c"))}
@@ -258,6 +259,43 @@ def _full(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:
 
     monkeypatch.setattr(Directory, "_write", write)
     return left
+
+
+def test_a_step_that_was_written_just_before_the_disk_was_full_is_handed_out_though_it_was_not_known_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pump is busy when one plan becomes durable, and hears of that when the next one has failed already."""
+    real, busy, go, plans = Directory._write, threading.Event(), threading.Event(), list[int]()
+
+    def is_busy() -> None:
+        busy.set()
+        assert go.wait(30)
+
+    def write(self: Directory, name: str, data: bytes, at: int) -> None:
+        plans.append(len(data))
+        if len(plans) == 6:
+            until(lambda: session._journal._writer._orders)  # the next plan waits behind this one
+            session._pump.post(is_busy)
+            assert busy.wait(30)
+        if len(plans) > 6:
+            raise refusal(name, "append", OSError(errno.ENOSPC, "No space left on device"))
+        real(self, name, data, at)
+
+    got: list[int] = []
+    with ov.launch(job(tmp_path), prefetch=3) as session:
+        monkeypatch.setattr(Directory, "_write", write)
+
+        def drain() -> None:
+            with pytest.raises(ov.JournalError, match="ENOSPC"):
+                got.extend(step.step for step in session.client(0))
+
+        trainer = threading.Thread(target=drain)
+        trainer.start()
+        until(lambda: session._journal.failed)
+        go.set()
+        trainer.join(30)
+    assert got == list(range(recovered(tmp_path).next_step)), "what the journal has, and no more"
+    assert got
 
 
 @pytest.mark.parametrize("after", [2, 3, 5, 8])

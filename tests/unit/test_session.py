@@ -23,6 +23,7 @@ from overlord.errors import (
     FrameError,
     JobError,
     JournalError,
+    JournalTaken,
     LinkRefused,
     OverlordError,
     PlanError,
@@ -809,6 +810,7 @@ ERRORS: list[OverlordError] = [
     OverlordError("a text"), JobError(["a", "b"], "job 'x'"), SourceError("web", "gone", "a.parquet", "mend it"), StorageError("a", "b"),
     TransformError("web", "Map", "no", "mend it"), PlanError("bad", 3, "mend it"), StateMismatch({"seed": ("1", "2")}, "mend it"),
     DataStall("rain", 3.5, 7, 2), ActorLost("the pump", "it was stopped"), JournalError("a/b", "torn", "mend it"),
+    JournalTaken("a/b", "taken", "stop"),
     FrameError("cut off", "value[3]", "mend it"), LinkRefused("overlord://a:1/b", "wrong token"),
 ]  # fmt: skip
 

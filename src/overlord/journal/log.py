@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from overlord import __version__
-from overlord.errors import JournalError, StateMismatch
+from overlord.errors import JournalError, JournalTaken, StateMismatch
 from overlord.journal.chain import Chain, Cut, Reading, pruned
 from overlord.journal.place import NameTaken, Place, place_of, whoami
 from overlord.journal.record import Record, pack
@@ -85,17 +85,20 @@ class Log:
 
     @classmethod
     def open(
-        cls, where: Where, header: Header, *, allow: Collection[str] = (), segment_bytes: int = SEGMENT_BYTES
+        cls, where: Where, header: Header, *, allow: Collection[str] = (), goes_on: bool = False, segment_bytes: int = SEGMENT_BYTES
     ) -> tuple[Log, list[Record]]:
         """A journal and its records so far; a new one where there is none. Older writers are shut out.
 
-        A journal of another job is a ``StateMismatch``; ``allow`` names parts of the fingerprint that may differ.
+        A journal of another job is a ``StateMismatch``; ``allow`` names parts of the fingerprint that may differ. ``goes_on``: only if the
+        last writer was of the launch that the header names; else nobody is shut out, and it is a ``JournalTaken``.
         """
         place = _place(where)
-        return _closing(place, lambda: cls._open(place, header, allow, segment_bytes))
+        return _closing(place, lambda: cls._open(place, header, allow, goes_on, segment_bytes))
 
     @classmethod
-    def _open(cls, place: Place, header: Header, allow: Collection[str], segment_bytes: int) -> tuple[Log, list[Record]]:
+    def _open(
+        cls, place: Place, header: Header, allow: Collection[str], goes_on: bool, segment_bytes: int
+    ) -> tuple[Log, list[Record]]:  # fmt: skip
         place.hold()
         for tries_left in reversed(range(TRIES)):
             reading = _load(place)
@@ -104,6 +107,8 @@ class Log:
             found = reading.header
             if found is not None:
                 _same_job(found, header, allow)
+                if goes_on and found.launch != header.launch:  # one that takes the next number behind this look is found by the next look
+                    raise _of_another_launch(place, found)
                 place.settle(name_of(reading.after.ordinal))
             log = cls(place, header, found.journal if found else token_hex(8), reading.generation + 1, reading, segment_bytes)
             try:
@@ -180,6 +185,7 @@ class Log:
         return SegmentHeader(
             ordinal=self._next, generation=self.generation, opened=self._opened, journal=self._journal, claim=self._claim,
             job=self._header.job, fingerprint=dict(self._header.fingerprint), after=self._after, writer=self._writer, version=__version__,
+            launch=self._header.launch,
         )  # fmt: skip
 
     def _is_ours(self, taken: NameTaken) -> bool:
@@ -192,7 +198,7 @@ class Log:
         found = open_header(taken.data, taken.name)
         who = f"{found.header.writer} with generation {found.header.generation}" if isinstance(found, Opened) else "another writer"
         what = f"{who} has taken over; this is {self._writer} with generation {self.generation}"
-        return JournalError(f"{self._place.shown}/{taken.name}", what, "stop this process: nothing it writes counts any more")
+        return JournalTaken(f"{self._place.shown}/{taken.name}", what, "stop this process: nothing it writes counts any more")
 
     def _note_numbers(self, records: Iterable[Record]) -> None:
         numbers = [record.number for record in records if not record.is_note]
@@ -321,6 +327,12 @@ def _same_job(found: SegmentHeader, wanted: Header, allow: Collection[str]) -> N
     }
     if differ:
         raise StateMismatch(differ, "the journal is another job's: give this one a journal of its own, or mend the job")
+
+
+def _of_another_launch(place: Place, found: SegmentHeader) -> JournalTaken:
+    what = f"{found.writer} with generation {found.generation} has taken over: another launch of this job has gone on with its journal"
+    remedy = 'stop this job: nothing it does counts any more; to have it instead of the other, stop that one and launch with resume="auto"'
+    return JournalTaken(f"{place.shown}/{name_of(found.ordinal)}", what, remedy)
 
 
 def _place(where: Where) -> Place:

@@ -28,13 +28,15 @@ SUFFIX = ".ovj"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Whose journal it is. ``fingerprint``: a digest for each part of the job that must stay the same."""
+    """Whose journal it is. ``fingerprint``: a digest for each part of the job that must stay the same. ``launch``: what all writers of one
+    launch share, drawn by lot: a job whose writer is lost must not take its journal back from another launch."""
 
     job: str
     fingerprint: Mapping[str, str] = field(default_factory=dict)
+    launch: str = ""
 
     def __post_init__(self) -> None:
-        if wrong := [text for text in (self.job, *self.fingerprint, *self.fingerprint.values()) if not _text(text)]:
+        if wrong := [text for text in (self.job, self.launch, *self.fingerprint, *self.fingerprint.values()) if not _text(text)]:
             raise ValueError(f"wanted texts that can be printed, found {wrong[0]!r:.60}")
 
 
@@ -61,6 +63,7 @@ class SegmentHeader:
     after: After
     writer: str  # process and host, for people
     version: str  # of Overlord
+    launch: str = ""  # of which the writer is one; empty in journals of before there was this
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ def open_header(data: bytes, segment: str) -> Opened | Fault | None:
 
 def _header(found: Any) -> SegmentHeader:
     """From JSON, every field looked at: a header comes from a file."""
-    texts = {key: found[key] for key in ("journal", "claim", "job", "writer", "version")}
+    texts = {key: found[key] for key in ("journal", "claim", "job", "writer", "version")} | {"launch": found.get("launch", "")}
     fingerprint, after = found["fingerprint"], found["after"]
     if wrong := [key for key, value in texts.items() if not _text(value)]:
         raise TypeError(f"{wrong[0]} is no text")

@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from overlord.errors import JournalError, PlanError
@@ -36,9 +37,10 @@ CLOSE_S = 1.0  # that closing waits for an append under way
 class Journal(Unwritten):
     """Of a fresh job (``Journal.fresh``) or of one that goes on (``Journal.resumed``); ``begin`` before the first plan."""
 
-    def __init__(self, place: Place, name: str, log: Log | None, interval: Interval | None = None):
+    def __init__(self, place: Place, name: str, log: Log | None, interval: Interval | None = None, launch: str = ""):
         """Not for callers: see ``fresh`` and ``resumed``."""
-        self._place, self._header, self._log, self._interval = place, Header(job=name), log, interval or Interval()
+        self.launch = launch or token_hex(8)
+        self._place, self._header, self._log, self._interval = place, Header(job=name, launch=self.launch), log, interval or Interval()
         self._told: Callable[[], None] | None = None
         self._writer: Writer | None = None
         self.make_writer: Callable[[Log, Callable[[], None] | None], Writer] = Writer  # simulations have one that knows no threads
@@ -73,13 +75,15 @@ class Journal(Unwritten):
         return Journal(place, name, None)
 
     @staticmethod
-    def resumed(where: Where, name: str, allow: Sequence[str] = ()) -> tuple[Journal, Recovered]:
-        """The journal of a job, which may be empty, and what it says. Older writers are shut out."""
+    def resumed(where: Where, name: str, allow: Sequence[str] = (), launch: str = "") -> tuple[Journal, Recovered]:
+        """The journal of a job, which may be empty, and what it says. Older writers are shut out. ``launch``: as it is known already; then
+        the journal must be empty, or that launch's: a job that was shut out must not come back by another of its processes."""
         place = place_of(where) if isinstance(where, (str, os.PathLike)) else where
-        log, records = Log.open(place, Header(job=name), allow=tuple(allow))
+        header = Header(job=name, launch=launch or token_hex(8))
+        log, records = Log.open(place, header, allow=tuple(allow), goes_on=bool(launch))
         try:
             found = Recovered.of(entries(records))
-            journal = Journal(place, name, log)
+            journal = Journal(place, name, log, launch=header.launch)
             journal._go_on(found, records)
         except BaseException:
             log.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from overlord.errors import ActorLost, DataStall, OverlordError
+from overlord.errors import ActorLost, DataStall, JournalError, JournalTaken, OverlordError
 from overlord.messages import Report, StreamState
 from overlord.recovery.supervisor import worn_out
 from overlord.runtime.bootstrap import Blueprint
@@ -70,6 +70,7 @@ class Parts:
         self._reason = ""
         self._ended_for: tuple[Handle | None, str] = (None, "")
         self._initial: StreamState | None = None  # for a planner that died before anything was written
+        self._launch = ""  # as the journal knows it
         self._opened = False  # the journal says where this session begins, and all planners that come know it
         self._tickets: dict[str, int] = {}  # of hosts, as the present planner knows them
         self._lock = threading.Condition()  # for who is there
@@ -102,7 +103,7 @@ class Parts:
                 self.blueprint, state=self._initial, hosting=self.hosting, token=self.token, session=self._session,
                 incarnation=self._incarnation, reason=self._reason, constructor_of=tuple(self.constructor_of.tolist()), living=living,
                 kits=tuple(self.kits.items()), attached=tuple(sorted(self.attached)), opened=self._opened, watched=self.watched,
-                reports=tuple(self.reports.values()), machine=self._machine,
+                reports=tuple(self.reports.values()), machine=self._machine, launch=self._launch,
             )  # fmt: skip
             self._tickets, self._takes_part = {}, frozenset(kit.attached)
             planner = self.planner = self.control.spawn(PlannerActor, kit, name=PLANNER)
@@ -154,7 +155,7 @@ class Parts:
         return why if of is planner else self._starts.why(PLANNER, reason)
 
     def _start_again(self, reason: str) -> None:
-        since = time.monotonic()
+        since, unopened = time.monotonic(), None  # why the journal could not be opened: that is what the job ends with then
         while not self._closed:
             with self._lock:
                 self._restarts += 1
@@ -162,7 +163,7 @@ class Parts:
                 if not self.blueprint.options.failover:
                     return self._give_up(ActorLost(PLANNER, reason))
                 if self._restarts > (most := self.blueprint.options.max_restarts):
-                    return self._give_up(worn_out(ActorLost(PLANNER, reason), most, self._did()))
+                    return self._give_up(unopened or worn_out(ActorLost(PLANNER, reason), most, self._did()))
             log.warning("the planner is lost: %s; it is started again", reason)
             try:
                 self._reason = f"{LOST}{reason}"
@@ -170,10 +171,13 @@ class Parts:
                 self._is_ready()
                 return self._was_mended(reason, since, behind)
             except Exception as fault:
-                reason = f"{type(fault).__name__}: {fault}"
+                reason, unopened = f"{type(fault).__name__}: {fault}", fault if isinstance(fault, JournalError) else None
                 if isinstance(fault, ActorLost) and fault.name == PLANNER:
                     reason = self._why(self.planner, fault.reason)
                 self._end_planner()
+                if isinstance(fault, JournalTaken):  # by another launch: it will not be ours again
+                    with self._lock:
+                        return self._give_up(fault)
         return None
 
     def _was_mended(self, reason: str, since: float, behind: int) -> None:
@@ -270,12 +274,13 @@ class Parts:
                 lost = True
                 time.sleep(0.005)  # what it died of is told in a moment
 
-    def open_journal(self, anew: bool, floor: int) -> None:
+    def open_journal(self, anew: bool, floor: int, launch: str) -> None:
         """Where this session begins is written down, before anyone takes part. If the planner that did so is lost before its answer is
         here, the next one has begun at the same place, not knowing of it: it writes it once more. Nothing was planned meanwhile."""
+        self._launch = launch
         while not self._opened:
             planner = self.planner
-            self.ask("open_journal", anew, floor, timeout_s=self._begin_s)
+            self.ask("open_journal", anew, floor, launch, timeout_s=self._begin_s)
             with self._lock:
                 self._opened = planner is self.planner
 

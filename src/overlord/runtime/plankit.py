@@ -95,6 +95,7 @@ class PlannerKit:
     attached: tuple[int, ...] = ()
     reports: tuple[Report, ...] = ()  # that the one before it had accepted: the last may have died with it
     machine: Machine = field(default_factory=Machine, repr=False)  # where it comes to
+    launch: str = ""  # as its journal knows it; known when the journal is opened
     opened: bool = True  # the journal says where this session begins; else what it says is of the session before it
     watched: bool = False  # stages and taken steps are told, for clients that are served
 

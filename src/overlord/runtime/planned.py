@@ -212,7 +212,7 @@ class PlannedEngine:
     def write_beginning(self, beginning: Beginning) -> None:
         """The journal is held here until the planner takes it."""
         beginning.journal.close()
-        self._parts.open_journal(beginning.anew, beginning.floor)
+        self._parts.open_journal(beginning.anew, beginning.floor, beginning.journal.launch)
 
     # clients
 
@@ -287,7 +287,7 @@ class PlannedEngine:
 
     def _missed(self, name: str) -> Exception:
         finish = self.planner.finished
-        if finish is not None and isinstance(finish.error, ActorLost):
+        if finish is not None and (isinstance(finish.error, ActorLost) or (finish.error is not None and self._parts.is_over)):
             return finish.error
         return DataStall(f"{name} to be started again", 0.0)
 

@@ -142,7 +142,7 @@ class PlannerActor:
             host = PlannerHost(self._kit, self._peers, self._pump, self._starter, Recovered(), say=self._say)
             host.take_over()
             return host
-        journal, found = Journal.resumed(self._where_journal, self._kit.blueprint.job.name)
+        journal, found = Journal.resumed(self._where_journal, self._kit.blueprint.job.name, launch=self._kit.launch)
         journal.start(self._pump.post)
         self._before = found.events
         try:
@@ -174,14 +174,15 @@ class PlannerActor:
         assert where is not None, "a planner has a process of its own where there is a journal to come back from"
         return where
 
-    def open_journal(self, anew: bool, floor: int) -> Future[None]:
-        """Before anything is planned: where the stream begins is written down."""
+    def open_journal(self, anew: bool, floor: int, launch: str) -> Future[None]:
+        """Before anything is planned: where the stream begins is written down. Nobody held the journal for a moment: another launch may
+        have gone on with it."""
 
         def act() -> None:
             host, self._opens_journal = self._host, True
             try:
                 if not isinstance(host.journal, Journal):
-                    host.journal, _ = Journal.resumed(self._where_journal, self._kit.blueprint.job.name)
+                    host.journal, _ = Journal.resumed(self._where_journal, self._kit.blueprint.job.name, launch=launch)
                     host.journal.start(self._pump.post)
                 if anew:
                     host.journal.rewound(host.planner.state(), host.blueprint, floor)

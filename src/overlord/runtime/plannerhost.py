@@ -64,7 +64,8 @@ class Asking:
 
 
 def behind(found: Recovered, taken: Sequence[int | None]) -> int:
-    """The last step that every rank took: as it is written, or further, where all are known to have gone on since."""
+    """The last step that every rank took: as it is written, or further, where all are known to have gone on since. What is written is
+    of the ranks of this launch, since no other has opened the journal after it."""
     known = [step for step in taken if step is not None]
     return max(found.acked, min(known)) if known and len(known) == len(taken) else found.acked
 

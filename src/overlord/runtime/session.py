@@ -14,7 +14,7 @@ from typing import Any
 from overlord.channel.seal import unseal
 from overlord.client.client import Box, Client, State
 from overlord.client.direct import DirectInbox
-from overlord.errors import ActorLost, DataStall, JobError, OverlordError, StateMismatch
+from overlord.errors import ActorLost, DataStall, JobError, JournalError, OverlordError, StateMismatch
 from overlord.hashing import digest
 from overlord.job import Job
 from overlord.messages import StreamState
@@ -266,7 +266,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             if rank not in self._inboxes:
                 raise OverlordError(f"the client of rank {rank} is closed")
             if self._inboxes[rank][0] == self._generation:
-                lost = self._host.planner.finished is not None and isinstance(self._host.planner.finished.error, ActorLost)
+                lost = self._host.planner.finished is not None and isinstance(self._host.planner.finished.error, (ActorLost, JournalError))
                 if mark != self._mark or (self._taken and not again) or lost:  # else it stands there already, and so does everyone
                     self._restart(blueprint, restored, mark)
             elif mark != self._mark:

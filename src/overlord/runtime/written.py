@@ -25,6 +25,7 @@ log = logging.getLogger("overlord")
 class Unwritten:
     """The journal of a job that has none; what the others do is said in ``runtime/journalling.py``."""
 
+    launch = ""  # what all writers of one launch share: the next one goes on only where the last was one of them
     failed: JournalError | None = None
     settling = False  # an event waits to be durable, and the pump with it
     heard: Callable[[], None] = staticmethod(lambda: None)  # in the pump: something became durable, or cannot
@@ -182,8 +183,9 @@ class Written(Carrier):
 
     def _released(self) -> None:
         """Something became durable, or cannot."""
-        waiting = next((c.plan.step for c in self._held if isinstance(c, Stage)), None)
-        if waiting is not None and (error := self.journal.failed) is not None:
+        error = self.journal.failed  # asked first: what is not durable then never will be
+        waiting = next((c.plan.step for c in self._held if isinstance(c, Stage) and not self.journal.has(c.plan.step)), None)
+        if waiting is not None and error is not None:
             self._end_before(waiting, error)
         free = []
         while self._held and not (isinstance(c := self._held[0], Stage) and not self.journal.has(c.plan.step)):
@@ -192,9 +194,9 @@ class Written(Carrier):
         self.run()
 
     def _end_before(self, step: int, error: JournalError | PlanError) -> None:
-        """No plan from this step on is acted upon."""
-        self._held = deque(c for c in self._held if not isinstance(c, Stage))
-        self._queue = deque(c for c in self._queue if not isinstance(c, Stage))
+        """No plan from this step on is acted upon. Those before it go their way when they are durable, if they are not yet."""
+        self._held = deque(c for c in self._held if not isinstance(c, Stage) or c.plan.step < step)
+        self._queue = deque(c for c in self._queue if not isinstance(c, Stage) or c.plan.step < step)
         self._queue.extend(self.planner.handle(Finish(step, error)))
 
     def _unhold(self) -> None:

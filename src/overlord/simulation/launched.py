@@ -78,6 +78,7 @@ class Launched:
         self.token = secrets.token_urlsafe(24)
         self._given = self._initial = state
         self._anew, self.told = anew, False
+        self._launch = ""  # as its journal knows it, once its first planner has opened that
         self.planner = self.process
         self.host: ProcessHost | None = None
         self.start_planner()
@@ -168,8 +169,8 @@ class Launched:
         return host
 
     def _open_journal(self, disk: SimDisk) -> tuple[Journal, Recovered]:
-        journal, found = Journal.resumed(disk.place(self.planner), self.blueprint.job.name)
-        planner = self.planner
+        journal, found = Journal.resumed(disk.place(self.planner), self.blueprint.job.name, launch=self._launch)
+        planner, self._launch = self.planner, journal.launch
         journal.make_writer = lambda log, told: SimWriter(log, told, planner)
         journal.start(self.pump.post)
         return journal, found
