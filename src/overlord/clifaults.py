@@ -37,7 +37,7 @@ def drill(
         with waiting(screen(stderr=True), "steps of both runs", 2 * steps) as advance:
             report = rehearse(plan, lambda what, taken: advance(taken + (steps if what != "undisturbed" else 0)))
         screen().print(drill_view(report))
-        if report.difference or report.hit.missed:  # what was not rehearsed must not pass for it
+        if report.difference or report.hit.missed or report.hit.unmended:  # what was not rehearsed must not pass for it
             sys.exit(FAILED)
 
     guarded(act, debug)

@@ -57,11 +57,29 @@ class _Popen(popen_forkserver.Popen):
 
 
 class Process(ForkServerProcess):
-    """A child of the fork server."""
+    """A child of the fork server. Python joins all children when the program ends, and a thread of ours may close one at that moment."""
+
+    _ended = False  # it is closed, or being closed
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802
         return _Popen(process_obj)
+
+    def close(self) -> None:
+        self._ended = True
+        try:
+            super().close()
+        except ValueError:  # it still runs
+            self._ended = False
+            raise
+
+    def join(self, timeout: float | None = None) -> None:
+        """One that is closed has ended: nobody has to wait for it."""
+        try:
+            super().join(timeout)
+        except (ValueError, AssertionError, AttributeError):  # by how far the closing is
+            if not self._ended:
+                raise
 
 
 def context() -> ForkServerContext:

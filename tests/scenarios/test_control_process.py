@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from overlord import forking
 from overlord.channel.codec import register
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, OverlordError
 from overlord.forking import PRELOAD, UNGUARDED
 from overlord.runtime import process_control
 from overlord.runtime.process_control import ProcessControl
 from tests.actors import Worker
-from tests.processes import halt
+from tests.processes import WAIT_S, halt
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON_S = 20.0
@@ -477,3 +478,21 @@ def test_the_socket_is_not_passed_on_to_other_processes(control: ProcessControl)
     actor = control.spawn(Worker, name="worker")
     ask(control, actor, "echo", 1)
     assert not socket.socket.get_inheritable(actor._record.sock)
+
+
+def test_a_process_that_another_thread_has_closed_is_over_for_who_joins_it() -> None:
+    """Python joins all children when a program ends; a second Ctrl-C has it do so while the control plane closes them."""
+    child = forking.process(target=os.getpid)
+    child.start()
+    child.join(WAIT_S)
+    child.close()
+    child.join()
+    living = forking.process(target=time.sleep, args=(WAIT_S,))
+    with pytest.raises(AssertionError, match="can only join a started process"):
+        living.join()
+    living.start()
+    with pytest.raises(ValueError, match="Cannot close a process while it is still running"):
+        living.close()
+    living.kill()
+    living.join(WAIT_S)
+    assert living.exitcode == -signal.SIGKILL

@@ -58,3 +58,20 @@ def test_hundreds_of_steps_with_faults_drawn_by_lot(seed: int, shadows: str, cal
     assert hit.delivered.marks == calm.delivered.marks
     assert hit.delivered.order == calm.delivered.order
     assert hit.delivered.samples == calm.delivered.samples
+
+
+@pytest.mark.parametrize("fault", [Fault("stop", "loader-host", 8), Fault("kill", "all", 9), Fault("kill", "planner", 9)], ids=str)
+@pytest.mark.parametrize("until", [10, 40])
+def test_the_part_that_was_hit_last_is_told_of(fault: Fault, until: int, tmp_path: Path) -> None:
+    """Its process is there before planning goes on, and the steps that are left may all have been delivered when it was hit."""
+    asked = Drill(job=replace(job(), until=until), faults=[fault], steps=10, options=OPTIONS)
+    hit = disturbed(asked, tmp_path)
+    assert not hit.unmended
+    assert {s.name for s in hit.strikes} == {row["part"] for row in hit.recoveries}
+
+
+def test_one_that_does_not_come_back_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overlord.drill.run.SETTLE_S", 0.3)
+    fault = Fault("stop", "loader-host", 9)
+    hit = disturbed(Drill(job=job(), faults=[fault], steps=10, options={**OPTIONS, "lost_after_s": 60.0}), tmp_path)
+    assert hit.unmended == ["loader-host/0, hit after 9 steps, was not replaced within 0.3 s"]

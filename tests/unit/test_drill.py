@@ -8,6 +8,8 @@ import pytest
 
 from overlord.drill.delivered import Delivered, compare
 from overlord.drill.faults import Fault, parse_faults, usual_faults
+from overlord.drill.run import Outcome, Report, Strike, unmended
+from overlord.drill.show import waits_line
 from overlord.errors import JobError
 
 PARTS = ["planner", "loader-host/10", "loader-host/2", "loader-host/0", "constructor-host/0"]
@@ -31,6 +33,36 @@ def test_every_mistake_is_told_at_once():
     assert "did you mean 'kill'" in str(caught.value)
     assert "did you mean 'loader-host'" in str(caught.value)
     assert "wanted HOW:WHOM@STEP" in str(caught.value)
+
+
+def test_what_a_fault_cannot_do_is_refused_and_not_left_out():
+    with pytest.raises(JobError) as caught:
+        parse_faults("kill:planner@3%0,kill:all*2@3,kill:planner*2@1,kill:loader-host/0*3@1,stop:constructor-host*2@1%1")
+    assert len(caught.value.problems) == 4
+    assert "'kill:planner@3%0': wanted at least one step between two strikes, found %0" in str(caught.value)
+    assert "'kill:all*2@3': *2 is for loader-host or constructor-host; 'all' says already whom: leave it out" in str(caught.value)
+
+
+def test_the_longest_wait_is_that_of_step_0_if_a_fault_struck_before_it():
+    def line(taken: int, *waits_s: float) -> str:
+        fault = Fault("kill", "planner", taken)
+        return waits_line(Report(None, Outcome(), Outcome(waits_s=list(waits_s), strikes=[Strike(fault, "planner", 1, taken)])))  # type: ignore[arg-type]
+
+    assert line(0, 2.0, 0.001, 0.003) == "wait of a step: median 3.0 ms, longest 2000 ms (step 0); 3 steps"
+    assert line(1, 2.0, 0.001, 0.003) == "wait of a step: median 2.0 ms, longest 3 ms (step 2); 3 steps, without step 0"
+    assert line(0, 2.0) == "wait of a step: median 2000.0 ms, longest 2000 ms (step 0); 1 steps"
+
+
+def test_a_part_is_mended_when_another_process_is_there_and_its_recovery_is_told():
+    last = {"loader-host/0": Strike(Fault("stop", "loader-host", 3), "loader-host/0", 11, 3, recovered=1)}
+
+    def left(pid: int, recovered: int) -> dict[str, str]:
+        actors = [{"name": "loader-host/0", "role": "host", "pid": pid}]
+        return unmended({"actors": actors, "recoveries": [{"part": "loader-host/0"}] * recovered}, last)
+
+    assert left(11, 1) == {"loader-host/0": "was not replaced"}
+    assert left(12, 1) == {"loader-host/0": "has no row among the recoveries"}, "the row is of the time before"
+    assert left(12, 2) == {}
 
 
 def test_a_drill_of_nothing_is_refused():

@@ -86,6 +86,8 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ({"resume": "auto"}, "resume: 'auto' goes on from the job's journal, and it has none"),
         ({"resume": "st.json"}, "read the file first: resume=json.loads(Path('st.json').read_text())"),
         ({"resume": Path("st.json")}, "resume: wanted a state, found 'st.json'"),
+        ({"resume": "Auto"}, "resume: wanted a state, or 'auto' (from the job's journal), found 'Auto'; did you mean 'auto'?"),
+        ({"resume": "last"}, "resume: wanted a state, or 'auto' (from the job's journal), found 'last'; known: auto"),
         ({"resume": [1]}, "resume: wanted a state as state_dict() gives it, found list"),
         ({"allow": "seed"}, "allow: wanted a tuple of parts of the fingerprint, as in ('seed',), found 'seed'"),
         ({"allow": 3}, "allow: wanted a tuple"),

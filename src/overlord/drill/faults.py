@@ -11,6 +11,7 @@ from overlord.job import did_you_mean
 
 KILL, STOP = "kill", "stop"
 ROLES = ("planner", "loader-host", "constructor-host", "all")
+SEVERAL = ("loader-host", "constructor-host")  # roles that several parts may have
 _FORM = re.compile(r"(?P<how>[a-z]+):(?P<whom>[a-z-]+(?:/\d+)?)(?:\*(?P<many>\d+))?@(?P<step>\d+)(?:%(?P<every>\d+))?")
 WANTED = "wanted HOW:WHOM@STEP, as kill:loader-host/0@10, kill:loader-host*5@35, stop:planner@20 or kill:planner@15%15 (every 15 steps)"
 
@@ -63,6 +64,10 @@ def parse_faults(text: str) -> list[Fault]:
         many, every = int(match["many"] or 1), int(match["every"] or 0)
         if many < 1:
             problems.append(f"{word!r}: wanted at least one part, found {many}")
+        elif match["many"] and match["whom"] not in SEVERAL:
+            problems.append(f"{word!r}: *{many} is for {' or '.join(SEVERAL)}; {match['whom']!r} says already whom: leave it out")
+        if match["every"] and not every:
+            problems.append(f"{word!r}: wanted at least one step between two strikes, found %0; leave it out to strike once")
         found.append(Fault(match["how"], match["whom"], int(match["step"]), many, every))
     if not found and not problems:
         problems.append(f"{text!r}: {WANTED}")

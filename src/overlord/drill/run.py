@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,6 +47,7 @@ class Strike:
     name: str
     pid: int
     taken: int  # steps that were taken then
+    recovered: int = 0  # how often the part had been lost and was back by then
 
 
 @dataclass(slots=True)
@@ -57,6 +59,7 @@ class Outcome:
     steps_s: list[float] = field(default_factory=list)  # the same, until it was trained
     strikes: list[Strike] = field(default_factory=list)
     missed: list[tuple[Fault, str]] = field(default_factory=list)  # those that hit less than they were to, and why
+    unmended: list[str] = field(default_factory=list)  # parts that were hit and did not come back, in words
     recoveries: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -133,12 +136,21 @@ def _train(session: Session, drill: Drill, outcome: Outcome, show: Callable[[int
 
 def parts(session: Session) -> dict[str, int]:
     """Processes of a session that can be hit, by name."""
-    return {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] in ("host", "planner") and a["pid"] != os.getpid()}
+    return _processes(session.metrics())
+
+
+def _processes(metrics: Mapping[str, Any]) -> dict[str, int]:
+    return {a["name"]: a["pid"] for a in metrics["actors"] if a["role"] in ("host", "planner") and a["pid"] != os.getpid()}
+
+
+def _recovered(metrics: Mapping[str, Any]) -> Counter[str]:
+    return Counter(row["part"] for row in metrics.get("recoveries", []))
 
 
 def _strike(session: Session, faults: Sequence[Fault], taken: int, outcome: Outcome) -> None:
     """All faults of a moment at once: none may be over when the next one strikes."""
-    there = parts(session)
+    metrics = session.metrics()
+    there, recovered = _processes(metrics), _recovered(metrics)
     for fault in faults:
         names = fault.choose(list(there))
         if not names:
@@ -148,17 +160,26 @@ def _strike(session: Session, faults: Sequence[Fault], taken: int, outcome: Outc
         for name in names:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(there[name], signal.SIGKILL if fault.how == KILL else signal.SIGSTOP)
-            outcome.strikes.append(Strike(fault, name, there[name], taken))
+            outcome.strikes.append(Strike(fault, name, there[name], taken, recovered[name]))
 
 
 def _settle(session: Session, outcome: Outcome) -> None:
-    """Until every part that was hit has been replaced; one that has not been is seen in the table."""
+    """Until every part that was hit is replaced and its recovery told, which is a while after its process is there. Of one that is not, it
+    is said: a drill whose last fault was never mended must not pass."""
+    last = {s.name: s for s in outcome.strikes}
     deadline = time.monotonic() + SETTLE_S
-    while time.monotonic() < deadline:
-        there = parts(session)
-        if all(there.get(s.name, s.pid) != s.pid for s in outcome.strikes):
+    while left := unmended(session.metrics(), last):
+        if time.monotonic() >= deadline:
+            outcome.unmended = [f"{name}, hit after {last[name].taken} steps, {why} within {SETTLE_S:g} s" for name, why in left.items()]
             return
         time.sleep(LOOK_S)
+
+
+def unmended(metrics: Mapping[str, Any], last: Mapping[str, Strike]) -> dict[str, str]:
+    """Parts that were hit and are not back, and what is missing of it."""
+    there, told = _processes(metrics), _recovered(metrics)
+    found = {name: "has no row among the recoveries" for name, strike in last.items() if told[name] <= strike.recovered}
+    return found | {name: "was not replaced" for name, strike in last.items() if there.get(name, strike.pid) == strike.pid}
 
 
 def _wake(strikes: Sequence[Strike]) -> None:

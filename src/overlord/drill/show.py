@@ -28,6 +28,7 @@ def drill_view(report: Report) -> RenderableType:
         parts += [Text(""), grid(["part", "back after", "from step", "it was lost"], rows, 1)]
     for fault, why in hit.missed:
         parts.append(Text(f"{fault} {why}", style="bold red"))
+    parts += [Text(words, style="bold red") for words in hit.unmended]
     parts += [Text(""), Text(waits_line(report))]
     for rank, step in d.changed[:5]:
         parts.append(Text(f"rank {rank}, step {step}: not what the undisturbed run gave"))
@@ -50,9 +51,11 @@ def wait_at(outcome: Outcome, taken: int) -> str:
 
 
 def waits_line(report: Report) -> str:
-    waits = np.array(report.hit.waits_s[1:] or [0.0])
-    worst = int(np.argmax(waits)) + 1
+    """Step 0 waits for all to begin, whatever happens: it counts only if a fault struck before it."""
+    first = 0 if any(s.taken == 0 for s in report.hit.strikes) or len(report.hit.waits_s) < 2 else 1
+    waits = np.array(report.hit.waits_s[first:] or [0.0])
+    worst = int(np.argmax(waits)) + first
     return (
         f"wait of a step: median {1e3 * float(np.median(waits)):.1f} ms, longest {1e3 * float(waits.max()):.0f} ms (step {worst}); "
-        f"{len(report.hit.waits_s)} steps"
+        f"{len(report.hit.waits_s)} steps{', without step 0' if first else ''}"
     )

@@ -8,21 +8,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 
-from overlord.errors import OverlordError, SourceError, StorageError, TransformError
+from overlord.errors import DataStall, OverlordError, SourceError, StorageError, TransformError
+from overlord.loader.code import Code
 from overlord.loader.order import SourceOrder
 from overlord.messages import Cursor, Evaluate, Evaluated, Found, Read, WindowRead
 from overlord.sample import Content, Ragged, join_rows, take_rows
 from overlord.sources.base import RawSlice
 from overlord.sources.columns import compact
 from overlord.sources.index import Index
-from overlord.sources.patience import Later
+from overlord.sources.patience import CLOCK, SLOW_S, Clock, Later
 from overlord.sources.views import arrow_of
 from overlord.transforms.base import Block, RowIds, Staged
 
@@ -123,6 +125,8 @@ class SourceReader:
     chunks: Chunked
     stages: Stages
     stats: ReaderStats = field(default_factory=ReaderStats)
+    clock: Clock = CLOCK
+    _code: Code | None = None
     _window: _Window | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _ticket: object = None  # of the read under way; another one: it was given up, and its answer comes too late
@@ -131,8 +135,18 @@ class SourceReader:
 
     @property
     def waits(self) -> SourceReader | None:
-        """This reader if its reads may wait for storage; else None."""
-        return self if getattr(self.chunks, "waits", False) else None
+        """This reader if its reads may wait: for storage, or for code that is not ours; else None."""
+        return self if getattr(self.chunks, "waits", False) or self._own_code else None
+
+    @property
+    def evaluation_waits(self) -> SourceReader | None:
+        """The same of what is made of rows that were read: only another process may keep it waiting."""
+        return self if getattr(self.stages, "elsewhere", False) else None
+
+    @property
+    def _own_code(self) -> bool:
+        stages = getattr(self.stages, "has_slice_stage", False) or getattr(self.stages, "elsewhere", False)
+        return bool(stages or getattr(self.chunks, "own_code", ""))
 
     @property
     def many(self) -> bool:
@@ -143,12 +157,25 @@ class SourceReader:
     def doing(self) -> str:
         """What it waits for, in words, once that takes long."""
         words: str = getattr(self.chunks, "doing", str)()
-        return words
+        if words or (code := self._code) is None or (seconds := self.clock.now() - code.began) < SLOW_S:
+            return words
+        return code.words(self.stages, seconds)
+
+    @contextmanager
+    def _runs(self, row: np.ndarray, file: int = -1, what: str = "") -> Iterator[None]:
+        path = self.chunks.index.files[file].path if file >= 0 else ""
+        self._code = code = Code(self.clock.now(), threading.get_ident(), what, path, row)
+        try:
+            yield
+        except DataStall as stall:  # of a process that was given up: it does not know files
+            raise DataStall(f"{stall.waiting_for}{code.where()}", stall.seconds) from None
+        finally:
+            self._code = None
 
     @property
     def quick(self) -> bool:
-        """Whether none of its reads hangs."""
-        return bool(getattr(self.chunks, "quick", False))
+        """Whether none of its reads hangs; code that is not ours may, on any row, however short it was before."""
+        return bool(getattr(self.chunks, "quick", False)) and not self._own_code
 
     def hasty(self) -> AbstractContextManager[None]:
         """A read raises ``Later`` rather than wait."""
@@ -195,14 +222,15 @@ class SourceReader:
         rows, files, ats, reasons, over = [], [], [], list[str](), list[int]()
         held = dropped = 0
         for chunk in command.chunks:
-            raw = self.chunks.slice(chunk, command.window)
+            number = int(self.chunks.index.chunks.file[chunk])
+            raw = self._slice(chunk, command.window)
             if raw.last:
                 over.append(chunk)
             if not len(raw.row):
                 continue
-            number = int(self.chunks.index.chunks.file[chunk])
             start = time.perf_counter(), core_s(self.stages)
-            kept, where, staged = self._stage_slice(raw, RowIds(command.epoch, number, raw.row), reasons)
+            with self._runs(raw.row, number):
+                kept, where, staged = self._stage_slice(raw, RowIds(command.epoch, number, raw.row), reasons)
             spent += time.perf_counter() - start[0], core_s(self.stages) - start[1]
             dropped += staged.dropped
             rows.append(raw.row[kept])
@@ -224,6 +252,13 @@ class SourceReader:
         if command.after is not None:
             order = order[_not_before(key[order], file[order], row[order], command.after, self.order, command.epoch)]
         return _Window(key[order], file[order], row[order], at[order], self._joined(tables), reasons, dropped, command.after), tuple(over)
+
+    def _slice(self, chunk: int, t: int) -> RawSlice:
+        """What storage does not give it names itself."""
+        if not (whose := getattr(self.chunks, "own_code", "")):
+            return self.chunks.slice(chunk, t)
+        with self._runs(np.zeros(0, np.int64), what=f"{whose}, which is to give slice {t} of chunk {chunk},"):
+            return self.chunks.slice(chunk, t)
 
     def _joined(self, tables: list[pa.Table]) -> list[pa.Table]:
         """Slices as one table in memory of its own: one may be a view, and must not keep alive the row group it was cut from.
@@ -266,7 +301,8 @@ class SourceReader:
         window.position = b
         key, file, row, at = window.key[a:b], window.file[a:b], window.row[a:b], window.at[a:b]
         good = np.flatnonzero(at >= 0)
-        block = self._row_stage(window.tables, at[good])
+        with self._runs(row):
+            block = self._row_stage(window.tables, at[good])
         index, part, content, meta = block.index, block.part, Content(block.tokens, block.items), dict(block.meta)
         if window.after is not None and a == 0:
             keep = np.flatnonzero(~_already_drawn(file[good][index], row[good][index], part, window.after))

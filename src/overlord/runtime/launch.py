@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from overlord.errors import JobError
-from overlord.job import Job
+from overlord.job import Job, did_you_mean
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.engines import RUNTIMES, budgeted, keep, sized
 from overlord.runtime.left import left_behind
@@ -94,11 +95,18 @@ def _launch_problems(job: Job, runtime: Any, resume: Any, allow: Any) -> list[st
         if job.journal is None:
             found.append("resume: 'auto' goes on from the job's journal, and it has none: name one in Job.journal, or give a state")
     elif isinstance(resume, (str, PathLike)):
-        found.append(
-            f"resume: wanted a state, found {str(resume)!r}; read the file first: resume=json.loads(Path({str(resume)!r}).read_text())"
-        )
+        found.append(_no_state(resume))
     elif resume is not None and not isinstance(resume, Mapping):
         found.append(f"resume: wanted a state as state_dict() gives it, found {type(resume).__name__}")
     if not isinstance(allow, (tuple, list)) or not all(isinstance(part, str) for part in allow):
         found.append(f"allow: wanted a tuple of parts of the fingerprint, as in ('seed',), found {allow!r}")
     return found
+
+
+def _no_state(resume: str | PathLike[str]) -> str:
+    """What is no file by its name, nor there, was to be the one word there is."""
+    word = isinstance(resume, str) and not Path(resume).suffix and "/" not in resume and not Path(resume).exists()
+    if isinstance(resume, str) and word:
+        return f"resume: wanted a state, or 'auto' (from the job's journal), found {resume!r}{did_you_mean(resume.lower(), ['auto'])}"
+    name = str(resume)
+    return f"resume: wanted a state, found {name!r}; read the file first: resume=json.loads(Path({name!r}).read_text()); or say 'auto'"

@@ -46,7 +46,7 @@ class Hosted:
 
     @property
     def doing(self) -> str:
-        """In words; what storage does not give is named."""
+        """In words; what storage does not give is named, and code that takes long."""
         return getattr(self.reader, "doing", "") or self.loader.doing
 
     @property
@@ -222,7 +222,7 @@ class Loading:
 
     def _submit(self, what: str, hosted: Hosted, work: Callable[[], Any], urgent: bool, size: int = 1) -> None:
         turn, name = hosted.turn, f"{what} {hosted.reader.order.name}"
-        waits = getattr(hosted.reader, "waits", None) if what == "read" else None
+        waits = getattr(hosted.reader, "waits" if what == "read" else "evaluation_waits", None)
 
         def go() -> None:
             turn.working = True

@@ -217,7 +217,8 @@ class ThreadExecutor:
     """A few threads for work, and more for reads that wait for a store: one that does not answer must not hold up the others.
 
     Work that has shown to be short is done at once, in the pump. Long work of the same name goes to the threads again as soon
-    as it is seen to be long. Reads of a mount or a store are never done there, for it may hang; those of a disk are, unless they fail.
+    as it is seen to be long. Reads of a mount or a store are never done there, for it may hang; nor are those that run
+    a user's code. Those of a disk are, unless they fail.
     """
 
     def __init__(self, workers: int, pump: Pump, inline_s: float = INLINE_S):

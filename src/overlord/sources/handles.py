@@ -16,6 +16,7 @@ from typing import Any
 from overlord.errors import SourceError, StorageError
 from overlord.sources import columns as cols
 from overlord.sources.base import BadFile, File, RawSlice, ReadOptions, Unreachable
+from overlord.sources.dataset import Listed
 from overlord.sources.filefaults import gave_up, is_disk, why
 from overlord.sources.formats import FORMATS
 from overlord.sources.index import Index
@@ -154,6 +155,12 @@ class ChunkReader:
     def waits(self) -> bool:
         """Whether reading may wait for storage; rows of a Python object do not."""
         return self._files.fs is not None
+
+    @property
+    def own_code(self) -> str:
+        """Whose code gives the rows, if it is not ours: that of a Python object."""
+        held = self._files.held
+        return "" if held is None or isinstance(held, Listed) else type(held).__name__
 
     @property
     def many(self) -> bool:

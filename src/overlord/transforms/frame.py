@@ -16,12 +16,13 @@ from overlord.transforms.columns import Bad, plain, to_columns, to_rows
 class Frame:
     """Rows on their way through a stage: which input rows they are, and what became of the others."""
 
-    __slots__ = ("bad", "dropped", "index", "laid", "table")
+    __slots__ = ("at", "bad", "dropped", "index", "laid", "table")
 
     def __init__(self, table: pa.Table) -> None:
         self.table, self.index = plain(table), np.arange(table.num_rows)
         self.bad: list[tuple[int, str]] = []
         self.dropped = 0
+        self.at = -1  # the row that a function has now; -1: all of them
         self.laid: Any = None  # images of the rows (imagerows.Laid), once they are read
 
     def put(self, name: str, values: pa.Array) -> None:
@@ -68,6 +69,7 @@ def _run_alone(frame: Frame, t: Transform, fn: Callable[..., Any], check: Callab
     bad: Bad = {}
     alone = []
     for i in range(frame.table.num_rows):
+        frame.at = i
         try:
             result = fn(to_columns(frame.table.slice(i, 1)))
         except MemoryError:
@@ -76,6 +78,7 @@ def _run_alone(frame: Frame, t: Transform, fn: Callable[..., Any], check: Callab
             bad[i] = f"{t!r}: {said(fault)}"
         else:
             alone.append(check(result, 1))
+    frame.at = -1
     frame.drop(bad)
     if alone and isinstance(alone[0], Mapping):
         return join_rows([{name: values[0] for name, values in row.items()} for row in alone])
@@ -96,6 +99,7 @@ def run_each(
     bad: Bad = {}
     results = []
     for i, row in enumerate(_rows(frame.table)):
+        frame.at = i
         rng = next(chance) if chance is not None else None
         try:
             row = row() if callable(row) else row
@@ -104,6 +108,7 @@ def run_each(
             raise
         except Exception as fault:
             bad[i] = f"{t!r}: {said(fault)}"
+    frame.at = -1
     frame.drop(bad)
     return results
 

@@ -10,6 +10,7 @@ on types, and a row must meet the same fate whether the rows beside it have the 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -68,6 +69,7 @@ class Pipeline:
             raise TransformError(source, "Meta", f"the name {twice[0]!r} is used twice", "metadata needs names of its own")
         self._twins = [(a, b) for a in names for b in names if a != b and _describes(a, b)]
         self._needs = self._between()
+        self._under_way: dict[int, tuple[Transform, Frame, RowIds | None]] = {}  # by thread: what runs there
         self._as_it_is: pa.Schema | None = None  # of slices that come back as they are, once one was seen
         self._encoders: dict[int, Encoder] = {i: build_encoder(t, source) for i, t in enumerate(self.transforms) if isinstance(t, Tokenize)}
         # Fixed for the source: files of other widths may share a batch with a row, and then it is held as wide as they are.
@@ -92,6 +94,14 @@ class Pipeline:
     def has_slice_stage(self) -> bool:
         return self._cut > 0
 
+    def running(self, thread: int) -> tuple[str, int]:
+        """Asked by another thread: which transform that one is in, and with which row of its file, or -1: with all it was given."""
+        if (found := self._under_way.get(thread)) is None:
+            return "", -1
+        t, frame, ids = found
+        at, index = frame.at, frame.index
+        return repr(t), int(ids.row[index[at]]) if ids is not None and 0 <= at < len(index) else -1
+
     def slice_stage(self, table: pa.Table, ids: RowIds) -> Staged:
         """Runs user code over one slice of the stream. Without user code the slice itself comes back."""
         if self._as_it_is is not None and table.schema.equals(self._as_it_is):
@@ -99,11 +109,14 @@ class Pipeline:
         frame = Frame(table)
         if self._images is not None and self._images.by_chance:
             frame.put(CHANCE, arrow_of(keyed_hash(key64("images", self.seed, self.source), ids.epoch, ids.file, ids.row)))
-        for position in range(self._cut):
-            try:
-                self._run(position, frame, ids)
-            except Unfit as fault:
-                frame.drop_all(f"{self.transforms[position]!r}: {fault}")
+        try:
+            for position in range(self._cut):
+                try:
+                    self._run(position, frame, ids)
+                except Unfit as fault:
+                    frame.drop_all(f"{self.transforms[position]!r}: {fault}")
+        finally:
+            self._under_way.pop(threading.get_ident(), None)
         self._settle(frame)
         if not self._cut and frame.table is table and not frame.bad:
             self._as_it_is = table.schema
@@ -112,12 +125,15 @@ class Pipeline:
     def row_stage(self, table: pa.Table) -> Block:
         """Samples from rows that went through the slice stage, in any batches."""
         frame = Frame(table)
-        for position in range(self._cut, len(self.transforms)):
-            try:
-                if not isinstance(self.transforms[position], Select):  # what stands between the stages is selected already
-                    self._run(position, frame, None)
-            except Unfit as fault:
-                self._refuse(self.transforms[position], str(fault))
+        try:
+            for position in range(self._cut, len(self.transforms)):
+                try:
+                    if not isinstance(self.transforms[position], Select):  # what stands between the stages is selected already
+                        self._run(position, frame, None)
+                except Unfit as fault:
+                    self._refuse(self.transforms[position], str(fault))
+        finally:
+            self._under_way.pop(threading.get_ident(), None)
         if not frame.table.num_rows:
             return _nothing(self.meta_names, frame.bad)
         try:
@@ -227,6 +243,7 @@ class Pipeline:
         t = self.transforms[position]
         if not frame.table.num_rows:
             return
+        self._under_way[threading.get_ident()] = t, frame, ids
         if isinstance(t, Tokenize):
             _tokenize(frame, t.text, self._encoders[position])
         elif isinstance(t, Tokens):

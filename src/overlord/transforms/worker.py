@@ -78,6 +78,20 @@ class TransformWorker:
     def pid(self) -> int | None:
         return self._child.process.pid if self._child else None
 
+    elsewhere = True  # whoever calls waits for another process
+
+    @property
+    def has_slice_stage(self) -> bool:
+        return self._pipeline.has_slice_stage
+
+    def running(self, thread: int) -> tuple[str, int]:
+        """As of a pipeline; the process does not tell in which of its transforms it is before it is through with all of a stage."""
+        return f"{self._what()}, in process {self.pid},", -1
+
+    def _what(self) -> str:
+        code = [repr(t) for t in self._pipeline.transforms if t.user_code]
+        return " or ".join(code or map(repr, self._pipeline.transforms)) or "no transform"
+
     def core_s(self) -> float:
         """Seconds that cores were busy in the child for the thread that asks: several loaders may share a worker."""
         return self._spent.seconds
@@ -153,7 +167,7 @@ class TransformWorker:
     def _stalled(self, stage: str) -> NoReturn:
         """The pipe is now in the middle of a message, so the child is of no more use."""
         self._end(patience_s=0.0)
-        raise DataStall(f"{self.name}, {stage} stage", self._deadline_s)
+        raise DataStall(f"{self.name}, {stage} stage, to get through {self._what()}", self._deadline_s)
 
     def _lost(self, stage: str) -> NoReturn:
         code = self._end()
