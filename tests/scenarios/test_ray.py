@@ -7,6 +7,7 @@ that are lost otherwise by ``make ray``. A test that needs a cluster of its own 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -51,6 +52,23 @@ def test_a_planner_that_hangs_is_killed_for_good_before_another_writes(calm: Pla
         after = play(session)
         assert {rank: before.steps[rank] + steps for rank, steps in after.steps.items()} == calm.steps
         assert not runs(zombie)
+
+
+class Crashes:
+    def end(self) -> None:
+        sys.stderr.write("its last words\n")
+        sys.stderr.flush()
+        os._exit(9)
+
+
+def test_the_last_words_of_a_part_that_died_are_said_here_since_their_file_goes_with_the_cluster(
+    ray_cluster: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rays.control() as control:
+        part = control.spawn(Crashes, name="part")
+        with pytest.raises(ov.ActorLost, match=r"ran out of memory$"):
+            control.get(control.call(part, "end"), 60.0)
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == ["part said last:\n  its last words"]
 
 
 def test_two_jobs_side_by_side_have_parts_of_their_own(calm: Played, ray_cluster: None) -> None:
@@ -256,6 +274,7 @@ JOINS = """
     from overlord.runtime import ray_cluster, ray_jobs
     from overlord.runtime.ray_control import RayControl
     from tests.scenarios.test_process import job
+    from tests.scenarios.test_ray import Crashes
 
     def refused(address):
         try:
@@ -297,6 +316,8 @@ JOINS = """
         with ray_cluster.cluster(open_one.address):
             with RayControl(open_one.address) as control:
                 print(control.address, control.get(control.call(control.spawn(dict, name="actor"), "copy"), 60.0), flush=True)
+                crashes = control.spawn(Crashes, name="crashes")
+                print(control.call(crashes, "end").exception(60.0), flush=True)
             os.environ["OVERLORD_INTERFACE"] = "127.0.0.3"
             with RayControl(open_one.address) as control:
                 print(control.address, flush=True)
@@ -342,9 +363,13 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
         address, answer = there.line().split()
         assert address.startswith("overlord://127.0.0.2:"), "where Ray says that this node is"
         assert answer == "{}"
+        words = re.search(r"; what it said last is in (/\S+\.err) and (/\S+\.out) on node 127.0.0.2$", there.line())
+        assert words, "the cluster stays, and so do its files"
+        assert Path(words[1]).read_text().endswith("its last words\n")
         assert there.line().startswith("overlord://127.0.0.3:"), "unless it was said"
-        [warned], same = eval(there.line().replace(" True", ", True"))
+        [warned, last], same = eval(there.line().replace(" True", ", True"))
         assert warned.startswith("the cluster is used without token authentication: whoever reaches its ports can run code in it")
+        assert last == "crashes said last:\n  its last words"
         assert same, "the environment is as it was"
         said = there.line()
         assert "the cluster that the program connected to is not used: it asks for no token" in said

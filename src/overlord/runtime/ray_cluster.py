@@ -45,6 +45,7 @@ from overlord.runtime.ray_reach import (
     token_named,
     warn,
 )
+from overlord.runtime.ray_words import Words
 
 try:
     with environment_kept():
@@ -85,7 +86,9 @@ class Hosted(Body):
     def begin(self, home: Home, far: bool, code: bytes) -> int | None:
         """Code comes with the start, and is opened when it is known where its modules are."""
         os.environ[NODE] = node_here()
-        return self.live(home, here() if far else "", lambda: opened(code))
+        worker = ray_worker.global_worker
+        words = Words.into(here(), (worker.get_err_file_path(), worker.get_out_file_path()))
+        return self.live(home, here() if far else "", lambda: opened(code), words)
 
 
 def actor_of(place: Place, **named: str) -> Any:
