@@ -342,8 +342,17 @@ JOINS = """
         open_one.shutdown()
         for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
             del os.environ[name]
-        with ray_cluster.cluster():
-            pass
+        before, ends = dict(os.environ), ray.shutdown
+
+        def interrupted():
+            ray.shutdown = ends
+            raise KeyboardInterrupt
+
+        try:
+            with ray_cluster.cluster() as own:
+                ours, ray.shutdown = own._folder.path, interrupted
+        except KeyboardInterrupt:
+            print(ray.is_initialized(), ours.exists(), os.environ == before, own._holders, flush=True)
         folder = tempfile.mkdtemp(prefix="o", dir="/tmp")
         ray.init("local", num_cpus=1, include_dashboard=False, _temp_dir=folder, log_to_driver=False, logging_level=logging.ERROR)
         print(ray.is_initialized(), flush=True)
@@ -380,6 +389,7 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
         assert there.line() == "it was used", "by the address of something before it"
         assert there.line() == "[('open', 'running')]", "where that was said by name, a job may live there by itself, too"
         assert "the cluster that the program connected to is not used: it asks for no token" in there.line(), "though one was shown"
+        assert there.line() == "False False True 0", "Ctrl-C at its end leaves nothing of a cluster"
         assert there.line() == "True", "the program's own, after one of ours"
         assert there.end()[0] == 0
 

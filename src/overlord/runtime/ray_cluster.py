@@ -121,10 +121,11 @@ class Cluster:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._holders = 0
-        self._owed: deque[None] = deque()  # one for each that left and could not say so, since Ray hung
+        self._owed: deque[None] = deque()  # one for each that left and is not counted yet: Ray may hang, or somebody interrupt it
         self.trusted = False  # whoever sent us here has looked whether it asks for a token
         self._terminated = Terminated()
         self._ours = False  # whether it ends with us
+        self._up = False  # whether there is anything to end
         self.address: str | None = None
         self._folder: Folder | None = None
         self._set_here: list[str] = []  # what we have put into the environment
@@ -140,6 +141,7 @@ class Cluster:
         with self._held("what another session asked for to come to an end"):
             if self._holders == 0:
                 self._ours = not ray.is_initialized()
+                self._up = True
                 if self._ours:
                     self._begin(address)
                 else:
@@ -154,14 +156,22 @@ class Cluster:
             self._holders += 1
 
     def release(self) -> None:
+        self.leave()
+        self.settle()
+
+    def leave(self) -> None:
+        """One who holds it says so, once; it never waits, and nothing ends yet."""
+        if os.getpid() == self._pid:
+            self._owed.append(None)
+
+    def settle(self) -> None:
+        """What nobody holds any more ends; also what was interrupted when it should have."""
         if os.getpid() != self._pid:
             return
         if not self._lock.acquire(timeout=END_S):  # Ray has hung in a start: to wait for it would hang whoever closes a session
             log.warning("Ray did not come to an end with what it was asked for in %g s, and is left as it is", END_S)
-            self._owed.append(None)
             return
         try:
-            self._leave()
             self._settle()
         finally:
             self._lock.release()
@@ -183,12 +193,12 @@ class Cluster:
     def _settle(self) -> None:
         while self._owed:
             self._owed.pop()
+            self._holders -= 1
+        if self._up and not self._holders:
             self._leave()
+            self._up = False
 
     def _leave(self) -> None:
-        self._holders -= 1
-        if self._holders:
-            return
         there = not self._idle or self._head.answers()  # else Ray does nothing for us
         while self._idle:
             _, actor, pid = self._idle.pop()
@@ -309,15 +319,21 @@ class Cluster:
         ray_worker.print_to_stdstream = _said_by_ray  # Ray prints a paragraph for every process that is killed
 
     def _end(self) -> None:
-        ray.shutdown()
-        self._terminated.restore()
-        ray_worker.print_to_stdstream = _prints
-        while self._set_here:
-            os.environ.pop(self._set_here.pop(), None)
-        _as_it_is_now()  # else a ray.init of the program's own has the mode of this cluster, and not its token
-        if self._folder is not None:
-            self._folder.remove()
-            self._folder = None
+        try:
+            try:
+                ray.shutdown()
+            except BaseException:  # Ctrl-C: half of a cluster would stay for as long as the program lives
+                ray.shutdown()
+                raise
+        finally:
+            self._terminated.restore()
+            ray_worker.print_to_stdstream = _prints
+            while self._set_here:
+                os.environ.pop(self._set_here.pop(), None)
+            _as_it_is_now()  # else a ray.init of the program's own has the mode of this cluster, and not its token
+            if self._folder is not None:
+                self._folder.remove()
+                self._folder = None
 
     def _set(self, settings: Mapping[str, str]) -> None:
         for key, value in settings.items():

@@ -293,17 +293,16 @@ class RayControl(Peers):
             return
         if self._in_callback():
             raise OverlordError("shutdown waits for the thread that runs callbacks; call it from another thread")
-        if not self._close_once():
-            return
-        atexit.unregister(self._at_exit)
+        self._end_by(lambda: [
+            lambda: self._dismiss_all(timeout_s), lambda: self._server.close(HURRY_S), self._starts.close, self._news.close,
+            CLUSTER.leave, CLUSTER.settle, lambda: atexit.unregister(self._at_exit),
+        ])  # fmt: skip
+
+    def _dismiss_all(self, timeout_s: float) -> None:
         records = [r for r in self._living() if isinstance(r, RayRecord)]
         for record in self._dismiss(records, timeout_s, self._kill):
             record.gone.wait(HURRY_S)
             self._over(record, SHUT_DOWN, quiet=True)  # one that stands still is ended by Ray in a few seconds
-        self._server.close(HURRY_S)
-        self._starts.close()
-        self._news.close()
-        CLUSTER.release()
 
     def _at_exit(self) -> None:
         self.shutdown(HURRY_S)
