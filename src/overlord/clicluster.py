@@ -7,7 +7,7 @@ import click
 from overlord.cliparts import debug, guarded, screen
 
 cluster_address = click.option(
-    "--address", metavar="HOST:PORT", envvar="OVERLORD_CLUSTER", help="The head of a Ray cluster; OVERLORD_CLUSTER says it too."
+    "--address", metavar="HOST:PORT", envvar="OVERLORD_CLUSTER", help="With Ray: the head of a cluster; OVERLORD_CLUSTER says it too."
 )
 
 

@@ -18,6 +18,7 @@ import overlord as ov
 from overlord.cli import cli
 from overlord.observe.running import never_ends, step_digest
 from overlord.observe.watch import Taken
+from tests import rays
 from tests.corpus import write_rows
 
 SRC = Path(__file__).parents[2] / "src"
@@ -86,6 +87,19 @@ def test_an_option_that_is_none_is_told(tmp_path: Path, command: str, word: str,
     result = overlord(command, job_file(tmp_path), "-o", word)
     assert result.exit_code == 2, result.output
     assert said in " ".join(result.stderr.split())
+
+
+@pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there")
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_whoever_launches_on_a_cluster_names_it(tmp_path: Path, command: str) -> None:
+    result = overlord(command, job_file(tmp_path), "--runtime", "ray", "--address", "127.0.0.1:9")
+    assert result.exit_code == 2, result.output
+    assert "address: '127.0.0.1:9' could not be reached as a Ray cluster" in " ".join(result.stderr.split())
+
+
+def test_the_name_of_a_cluster_is_nothing_to_who_launches_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERLORD_CLUSTER", "127.0.0.1:9")
+    assert overlord("run", job_file(tmp_path), "--steps", "1").exit_code == 0
 
 
 def test_a_drill_whose_faults_hit_less_than_they_should_does_not_pass(tmp_path: Path) -> None:
