@@ -97,6 +97,16 @@ def test_whoever_launches_on_a_cluster_names_it(tmp_path: Path, command: str) ->
     assert "address: '127.0.0.1:9' could not be reached as a Ray cluster" in " ".join(result.stderr.split())
 
 
+@pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there")
+@pytest.mark.parametrize("address", ["auto", "127.0.0.1"])
+def test_an_address_that_is_none_is_told(address: str) -> None:
+    for command in (["status"], ["status", "--token", "small"], ["stop", "small"]):
+        result = overlord(*command, "--address", address)
+        assert result.exit_code == 2, result.output
+        said = f"{command[0]}: address: wanted host:port of a Ray cluster's head, as in '10.0.0.1:6379', found '{address}'"
+        assert said in " ".join(result.stderr.split())
+
+
 def test_the_name_of_a_cluster_is_nothing_to_who_launches_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OVERLORD_CLUSTER", "127.0.0.1:9")
     assert overlord("run", job_file(tmp_path), "--steps", "1").exit_code == 0

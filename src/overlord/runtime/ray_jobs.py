@@ -20,6 +20,7 @@ from overlord.errors import DataStall, JobError, OverlordError
 from overlord.job import Job, did_you_mean
 from overlord.runtime import ray_cluster
 from overlord.runtime.machine import INTERFACE
+from overlord.runtime.options import address_problems
 from overlord.runtime.ray_reach import MODE, is_refused
 from overlord.runtime.serving import Served
 
@@ -232,4 +233,6 @@ def _wanted(address: str | None, what: str) -> str:
     if address is None:
         said = "host:port of a Ray cluster's head (--address, or OVERLORD_CLUSTER)"
         raise JobError([f"address: wanted {said}; jobs live by themselves only on a cluster that does"], what)
+    if problems := address_problems(address):
+        raise JobError(problems, what)
     return address
