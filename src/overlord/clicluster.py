@@ -64,7 +64,7 @@ def stop(name: str, address: str | None, debug: bool) -> None:
     def act() -> None:
         from overlord.runtime.ray_jobs import stop as stop_job
 
-        stop_job(name, address)
-        click.echo(f"{name} is stopped")
+        why = stop_job(name, address)
+        click.echo(f"{name} is stopped" + (f": it was killed, since {why}" if why else ""))
 
     guarded(act, debug)

@@ -266,6 +266,8 @@ def test_without_ray_it_is_said_what_to_install() -> None:
 
 JOINS = """
     import logging, os, shutil, socket, tempfile, threading
+    from concurrent.futures import ThreadPoolExecutor
+    from pathlib import Path
     os.environ.update(HOME=os.getcwd(), RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "OVERLORD_INTERFACE"):
         os.environ.pop(name, None)
@@ -273,6 +275,7 @@ JOINS = """
     import overlord as ov
     from overlord.runtime import ray_cluster, ray_jobs
     from overlord.runtime.ray_control import RayControl
+    from tests.processes import halt
     from tests.scenarios.test_process import job
     from tests.scenarios.test_ray import Crashes
 
@@ -333,7 +336,19 @@ JOINS = """
         ray.shutdown()
         ray_jobs.submit(job(name="open"), address=open_one.address)
         print([(j.name, j.state) for j in ray_jobs.jobs(open_one.address)], flush=True)
-        ray_jobs.stop("open", open_one.address)
+        with ray_cluster.cluster(open_one.address), ThreadPoolExecutor(2) as both:  # at the same time: both end it
+            ask, ready = ray_cluster.ask, threading.Barrier(2)
+            ray_cluster.ask = lambda *args, **how: (ready.wait(60), ask(*args, **how))[1]
+            print(list(both.map(lambda _: ray_jobs.stop("open", open_one.address), range(2))), flush=True)
+            ray_cluster.ask, ray_jobs.STOP_S = ask, 3.0
+            keeper = ray_cluster.keep(ray_jobs.Keeper, "still")
+            try:
+                ray_jobs.served("still", open_one.address)
+            except ov.OverlordError as error:
+                print(error, flush=True)
+            [pid] = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if p.read_bytes().startswith(b"ray::Keeper")]
+            halt(pid)
+            print(ray_jobs.stop("still", open_one.address), "|", ray_jobs.jobs(open_one.address), flush=True)
         os.environ["RAY_AUTH_MODE"] = "token"
         ray_cluster._as_it_is_now()
         ray.init(open_one.address, log_to_driver=False, logging_level=logging.ERROR)  # a head that asks for none takes any
@@ -388,6 +403,9 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
         assert there.line() == "it was used", "by another name of the same machine"
         assert there.line() == "it was used", "by the address of something before it"
         assert there.line() == "[('open', 'running')]", "where that was said by name, a job may live there by itself, too"
+        assert there.line() == "['', '']", "whoever stops it while another does has stopped it"
+        assert there.line() == "job 'still' is submitted: trainers cannot connect to it", "it was not told its name yet"
+        assert there.line() == "it did not stop in 3 s when it was asked | []"
         assert "the cluster that the program connected to is not used: it asks for no token" in there.line(), "though one was shown"
         assert there.line() == "False False True 0", "Ctrl-C at its end leaves nothing of a cluster"
         assert there.line() == "True", "the program's own, after one of ours"

@@ -14,6 +14,7 @@ import secrets
 import signal
 import socket
 import sys
+import textwrap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from overlord.allocators import system_pool
-from overlord.errors import DataStall, JobError, OverlordError
+from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.job import did_you_mean
 from overlord.runtime.machine import NODE
 from overlord.runtime.options import n_cores
@@ -65,6 +66,7 @@ if sys.excepthook is ray_worker.custom_excepthook:  # it tells the head of an ex
 
 DIED = "its process died without a word: it was killed, crashed or ran out of memory"
 GONE = "it is gone with its node, or before Ray could say how"
+UNAVAILABLE = "it cannot be reached: its process stands still, or its node is away"
 MAX_IDLE = 16  # processes that wait for an actor of their name
 STORE_BYTES = 80 * 2**20  # near the least that Ray takes: no payload passes through its store
 PING_S = 2.0  # for the head to answer
@@ -422,7 +424,7 @@ def keep(factory: type, name: str) -> Any:
         "num_cpus": 0,
     }
     try:
-        return ray.remote(factory).options(**options).remote()
+        return ray.remote(factory).options(**options).remote(name)
     except exceptions.ActorAlreadyExistsError:
         raise JobError([f"a job called {name!r} has just been submitted to this cluster by somebody else"], "submit") from None
 
@@ -450,7 +452,11 @@ def ask(actor: Any, method: str, *args: Any, timeout_s: float, what: str) -> Any
             fault.cause if isinstance(fault.cause, OverlordError) else OverlordError(f"{type(fault.cause).__name__}: {fault.cause}")
         ) from None
     except exceptions.RayError as fault:
-        raise OverlordError(reason_of(fault)) from None
+        raise ActorLost(actor_name(actor), reason_of(fault)) from None
+
+
+def actor_name(actor: Any) -> str:
+    return f"the actor {actor._actor_id.hex()}"
 
 
 def has_no_process(error: BaseException | None) -> bool:
@@ -462,12 +468,14 @@ def reason_of(error: BaseException) -> str:
     """Why an actor is no more, in a line: Ray says it in a paragraph."""
     if isinstance(error, exceptions.RayTaskError):
         return f"its process could not start it: {type(error.cause).__name__}: {error.cause}"
+    if isinstance(error, exceptions.ActorUnavailableError):
+        return UNAVAILABLE
     said = " ".join(" ".join(str(error).strip().splitlines()[-1:]).split())
     if "unexpectedly exits with a connection error" in said:  # all that Ray knows of a signal, a crash or os._exit
         return DIED
     if "never ran" in said:  # what Ray says of an actor that did, when its node is gone
         return GONE
-    return f"its process died: {said[:300] or type(error).__name__}"
+    return f"its process died: {textwrap.shorten(said, 300, placeholder=' ...') or type(error).__name__}"
 
 
 def _said_by_ray(data: Mapping[str, Any], *_: Any, **__: Any) -> None:
