@@ -11,6 +11,12 @@ cluster_address = click.option(
 )
 
 
+def without_cores(parts: list[str]) -> str:
+    """Whether nodes with ranks had more idle than a job may take there is not known here."""
+    why = "since no node had any to spare that they may use (on nodes with ranks sidecar= says how many)"
+    return f"without cores of their own, {why}: {', '.join(parts)}"
+
+
 @click.command()
 @cluster_address
 @click.option(
@@ -45,7 +51,7 @@ def status(address: str | None, whose: str | None, debug: bool) -> None:
                 table.add_row(f"  {part['name']}", part["node"], *kept, str(part["pid"]), part["state"])
             console.print(table)
             if crowded := [part["name"] for part in job.parts if part["name"] != "planner" and not part["asked"].get("cores")]:
-                console.print(f"  without cores of their own, since no node had any to spare: {', '.join(crowded)}", markup=False)
+                console.print(f"  {without_cores(crowded)}", markup=False)
             for line in job.scaling:
                 console.print(f"  {line}", markup=False, soft_wrap=True)
         if not found:

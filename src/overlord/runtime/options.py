@@ -59,7 +59,7 @@ class Options:
     shadows: str = "none"  # loaders with a stand-by in another host: those of the sources that cost most ("heavy"), or "all"
     address: str | None = None  # of a Ray cluster's head, host:port; None: one of this machine, that ends with the job
     rank_nodes: Sequence[str] | None = None  # of the cluster, by rank: name, address or id; constructors and loaders go there first
-    sidecar: float = 0.5  # of the idle cores of those nodes, for loaders; beyond it they go to nodes without ranks
+    sidecar: float = 0.5  # of the idle cores of those nodes, for constructors and then loaders; beyond it these go to nodes without ranks
     node_labels: Mapping[str, str] | None = None  # of nodes for hosts that need not be beside ranks, as Ray writes them: {"pool": "cpu"}
     node_resources: Mapping[str, float] | None = None  # of the cluster's own kinds, that each of those hosts asks for: {"scratch": 1}
     reserve: bool = False  # True: hosts for which no node has room wait for Ray, and its autoscaler, to find one
