@@ -201,10 +201,9 @@ class Cluster:
             self._up = False
 
     def _leave(self) -> None:
-        there = not self._idle or self._head.answers()  # else Ray does nothing for us
         while self._idle:
             _, actor, pid = self._idle.pop()
-            end_process(actor, 0 if there else pid)
+            end_process(actor, pid)  # also by its number: Ray does nothing without its head, nor where the raylet stands still
         if self._ours:
             self._end()
 
