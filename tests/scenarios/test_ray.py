@@ -275,7 +275,7 @@ JOINS = """
     import overlord as ov
     from overlord.runtime import ray_cluster, ray_jobs
     from overlord.runtime.ray_control import RayControl
-    from tests.processes import halt
+    from tests.processes import halt, left_after
     from tests.scenarios.test_process import job
     from tests.scenarios.test_ray import Crashes
 
@@ -318,13 +318,20 @@ JOINS = """
         logging.getLogger("overlord").addFilter(lambda record: said.append(record.getMessage()))
         with ray_cluster.cluster(open_one.address):
             with RayControl(open_one.address) as control:
-                print(control.address, control.get(control.call(control.spawn(dict, name="actor"), "copy"), 60.0), flush=True)
+                actor = control.spawn(dict, name="actor")
+                print(control.address, control.get(control.call(actor, "copy"), 60.0), flush=True)
+                waits = control.pid_here(actor)
                 crashes = control.spawn(Crashes, name="crashes")
                 print(control.call(crashes, "end").exception(60.0), flush=True)
             os.environ["OVERLORD_INTERFACE"] = "127.0.0.3"
             with RayControl(open_one.address) as control:
                 print(control.address, flush=True)
             del os.environ["OVERLORD_INTERFACE"]
+            kills, ends = ray_cluster.kill, ray_cluster.CLUSTER._end
+            ray_cluster.kill = lambda actor: None  # a raylet that stands still hears nothing
+            ray_cluster.CLUSTER._end = lambda: (print(left_after([waits], 5.0), flush=True), ends())
+        ray_cluster.kill = kills
+        del ray_cluster.CLUSTER._end
         print(said, os.environ == before, flush=True)
         ray.init(open_one.address, log_to_driver=False, logging_level=logging.ERROR)
         del os.environ["RAY_AUTH_MODE"]
@@ -391,6 +398,7 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
         assert words, "the cluster stays, and so do its files"
         assert Path(words[1]).read_text().endswith("its last words\n")
         assert there.line().startswith("overlord://127.0.0.3:"), "unless it was said"
+        assert there.line() == "[]", "what waited for an actor is ended here, also where Ray stands still"
         [warned, last], same = eval(there.line().replace(" True", ", True"))
         assert warned.startswith("the cluster is used without token authentication: whoever reaches its ports can run code in it")
         assert last == "crashes said last:\n  its last words"
