@@ -97,12 +97,13 @@ def demo(out: Path, steps: int, ranks: int, rows: int, seed: int, runtime: str, 
 @allowing
 @click.option("--digest", is_flag=True, help="Print a fingerprint of every step's bytes, to compare two runs.")
 @where
+@cluster_address
 @launching
 @imports
 @debug
 def run(
     job_yaml: Path, steps: int | None, rank: int | None, resume: Path | None, save: Path | None, allow: tuple[str, ...], digest: bool,
-    runtime: str, options: tuple[str, ...], modules: tuple[str, ...], debug: bool,
+    runtime: str, address: str | None, options: tuple[str, ...], modules: tuple[str, ...], debug: bool,
 ) -> None:  # fmt: skip
     """Run a job and show what it delivers."""
 
@@ -120,7 +121,7 @@ def run(
             allow=allow,
             digest=digest,
             runtime=runtime,
-            options=read_options(options),
+            options=read_options(options) | ({"address": address} if runtime == "ray" else {}),
         )
         run_job(wanted, screen(), screen(stderr=True))
 

@@ -7,8 +7,14 @@ import click
 from overlord.cliparts import debug, guarded, screen
 
 cluster_address = click.option(
-    "--address", metavar="HOST:PORT", envvar="OVERLORD_CLUSTER", help="The head of a Ray cluster; OVERLORD_CLUSTER says it too."
+    "--address", metavar="HOST:PORT", envvar="OVERLORD_CLUSTER", help="With Ray: the head of a cluster; OVERLORD_CLUSTER says it too."
 )
+
+
+def without_cores(parts: list[str]) -> str:
+    """Whether nodes with ranks had more idle than a job may take there is not known here."""
+    why = "since no node had any to spare that they may use (on nodes with ranks sidecar= says how many)"
+    return f"without cores of their own, {why}: {', '.join(parts)}"
 
 
 @click.command()
@@ -45,7 +51,7 @@ def status(address: str | None, whose: str | None, debug: bool) -> None:
                 table.add_row(f"  {part['name']}", part["node"], *kept, str(part["pid"]), part["state"])
             console.print(table)
             if crowded := [part["name"] for part in job.parts if part["name"] != "planner" and not part["asked"].get("cores")]:
-                console.print(f"  without cores of their own, since no node had any to spare: {', '.join(crowded)}", markup=False)
+                console.print(f"  {without_cores(crowded)}", markup=False)
             for line in job.scaling:
                 console.print(f"  {line}", markup=False, soft_wrap=True)
         if not found:
@@ -64,7 +70,7 @@ def stop(name: str, address: str | None, debug: bool) -> None:
     def act() -> None:
         from overlord.runtime.ray_jobs import stop as stop_job
 
-        stop_job(name, address)
-        click.echo(f"{name} is stopped")
+        why = stop_job(name, address)
+        click.echo(f"{name} is stopped" + (f": it was killed, since {why}" if why else ""))
 
     guarded(act, debug)

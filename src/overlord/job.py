@@ -364,7 +364,8 @@ def schedule_problems(mixture: Any, names: Iterable[str]) -> list[str]:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     names = sorted(set(known))
     close = difflib.get_close_matches(str(name), names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names[:20])}"
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names[:20])}{more}"
 
 
 def defaults(cls: type) -> dict[str, Any]:

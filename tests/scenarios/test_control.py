@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from overlord.runtime.peers import Peers, fault_of
 from overlord.runtime.process_control import ProcessControl
 from tests import rays
 from tests.actors import Sent, Worker, broken, when_allowed
+from tests.processes import left_after
 
 SOON_S = 20.0  # machines are noisy; nothing here takes a tenth of it
 SHORT_S = 0.05
@@ -468,6 +470,26 @@ def test_an_actor_that_does_not_leave_is_not_waited_for(backend: Backend, caplog
         stuck.result(0)
     assert "actor busy did not leave in 0.2 s" in caplog.text
     assert "other" not in caplog.text
+
+
+@pytest.mark.parametrize("backend", [b for b in STARTERS if b.name != "local"], ids=lambda b: b.name, indirect=True)
+def test_a_shutdown_that_is_interrupted_is_brought_to_its_end_by_the_next_one(backend: Backend) -> None:
+    control = backend.make()
+    here, stays = control.spawn(Worker, name="goes"), control.spawn(Worker, "never", name="stays")
+    pids = [ask(control, handle, "pid") for handle in (here, stays)]
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            control.shutdown(2 * SOON_S)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    start = time.monotonic()
+    control.shutdown(SHORT_S)
+    assert time.monotonic() - start < SOON_S, "it does not wait once more for who did not leave"
+    assert left_after(pids[1:], SOON_S) == []
+    with pytest.raises(OverlordError, match="was shut down"):
+        control.spawn(Worker, name="late")
 
 
 @pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name, indirect=True)

@@ -7,6 +7,7 @@ that are lost otherwise by ``make ray``. A test that needs a cluster of its own 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -51,6 +52,23 @@ def test_a_planner_that_hangs_is_killed_for_good_before_another_writes(calm: Pla
         after = play(session)
         assert {rank: before.steps[rank] + steps for rank, steps in after.steps.items()} == calm.steps
         assert not runs(zombie)
+
+
+class Crashes:
+    def end(self) -> None:
+        sys.stderr.write("its last words\n")
+        sys.stderr.flush()
+        os._exit(9)
+
+
+def test_the_last_words_of_a_part_that_died_are_said_here_since_their_file_goes_with_the_cluster(
+    ray_cluster: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rays.control() as control:
+        part = control.spawn(Crashes, name="part")
+        with pytest.raises(ov.ActorLost, match=r"ran out of memory$"):
+            control.get(control.call(part, "end"), 60.0)
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == ["part said last:\n  its last words"]
 
 
 def test_two_jobs_side_by_side_have_parts_of_their_own(calm: Played, ray_cluster: None) -> None:
@@ -248,6 +266,8 @@ def test_without_ray_it_is_said_what_to_install() -> None:
 
 JOINS = """
     import logging, os, shutil, socket, tempfile, threading
+    from concurrent.futures import ThreadPoolExecutor
+    from pathlib import Path
     os.environ.update(HOME=os.getcwd(), RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "OVERLORD_INTERFACE"):
         os.environ.pop(name, None)
@@ -255,7 +275,9 @@ JOINS = """
     import overlord as ov
     from overlord.runtime import ray_cluster, ray_jobs
     from overlord.runtime.ray_control import RayControl
+    from tests.processes import halt, left_after
     from tests.scenarios.test_process import job
+    from tests.scenarios.test_ray import Crashes
 
     def refused(address):
         try:
@@ -296,11 +318,20 @@ JOINS = """
         logging.getLogger("overlord").addFilter(lambda record: said.append(record.getMessage()))
         with ray_cluster.cluster(open_one.address):
             with RayControl(open_one.address) as control:
-                print(control.address, control.get(control.call(control.spawn(dict, name="actor"), "copy"), 60.0), flush=True)
+                actor = control.spawn(dict, name="actor")
+                print(control.address, control.get(control.call(actor, "copy"), 60.0), flush=True)
+                waits = control.pid_here(actor)
+                crashes = control.spawn(Crashes, name="crashes")
+                print(control.call(crashes, "end").exception(60.0), flush=True)
             os.environ["OVERLORD_INTERFACE"] = "127.0.0.3"
             with RayControl(open_one.address) as control:
                 print(control.address, flush=True)
             del os.environ["OVERLORD_INTERFACE"]
+            kills, ends = ray_cluster.kill, ray_cluster.CLUSTER._end
+            ray_cluster.kill = lambda actor: None  # a raylet that stands still hears nothing
+            ray_cluster.CLUSTER._end = lambda: (print(left_after([waits], 5.0), flush=True), ends())
+        ray_cluster.kill = kills
+        del ray_cluster.CLUSTER._end
         print(said, os.environ == before, flush=True)
         ray.init(open_one.address, log_to_driver=False, logging_level=logging.ERROR)
         del os.environ["RAY_AUTH_MODE"]
@@ -312,7 +343,19 @@ JOINS = """
         ray.shutdown()
         ray_jobs.submit(job(name="open"), address=open_one.address)
         print([(j.name, j.state) for j in ray_jobs.jobs(open_one.address)], flush=True)
-        ray_jobs.stop("open", open_one.address)
+        with ray_cluster.cluster(open_one.address), ThreadPoolExecutor(2) as both:  # at the same time: both end it
+            ask, ready = ray_cluster.ask, threading.Barrier(2)
+            ray_cluster.ask = lambda *args, **how: (ready.wait(60), ask(*args, **how))[1]
+            print(list(both.map(lambda _: ray_jobs.stop("open", open_one.address), range(2))), flush=True)
+            ray_cluster.ask, ray_jobs.STOP_S = ask, 3.0
+            keeper = ray_cluster.keep(ray_jobs.Keeper, "still")
+            try:
+                ray_jobs.served("still", open_one.address)
+            except ov.OverlordError as error:
+                print(error, flush=True)
+            [pid] = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if p.read_bytes().startswith(b"ray::Keeper")]
+            halt(pid)
+            print(ray_jobs.stop("still", open_one.address), "|", ray_jobs.jobs(open_one.address), flush=True)
         os.environ["RAY_AUTH_MODE"] = "token"
         ray_cluster._as_it_is_now()
         ray.init(open_one.address, log_to_driver=False, logging_level=logging.ERROR)  # a head that asks for none takes any
@@ -321,8 +364,17 @@ JOINS = """
         open_one.shutdown()
         for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
             del os.environ[name]
-        with ray_cluster.cluster():
-            pass
+        before, ends = dict(os.environ), ray.shutdown
+
+        def interrupted():
+            ray.shutdown = ends
+            raise KeyboardInterrupt
+
+        try:
+            with ray_cluster.cluster() as own:
+                ours, ray.shutdown = own._folder.path, interrupted
+        except KeyboardInterrupt:
+            print(ray.is_initialized(), ours.exists(), os.environ == before, own._holders, flush=True)
         folder = tempfile.mkdtemp(prefix="o", dir="/tmp")
         ray.init("local", num_cpus=1, include_dashboard=False, _temp_dir=folder, log_to_driver=False, logging_level=logging.ERROR)
         print(ray.is_initialized(), flush=True)
@@ -342,9 +394,14 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
         address, answer = there.line().split()
         assert address.startswith("overlord://127.0.0.2:"), "where Ray says that this node is"
         assert answer == "{}"
+        words = re.search(r"; what it said last is in (/\S+\.err) and (/\S+\.out) on node 127.0.0.2$", there.line())
+        assert words, "the cluster stays, and so do its files"
+        assert Path(words[1]).read_text().endswith("its last words\n")
         assert there.line().startswith("overlord://127.0.0.3:"), "unless it was said"
-        [warned], same = eval(there.line().replace(" True", ", True"))
+        assert there.line() == "[]", "what waited for an actor is ended here, also where Ray stands still"
+        [warned, last], same = eval(there.line().replace(" True", ", True"))
         assert warned.startswith("the cluster is used without token authentication: whoever reaches its ports can run code in it")
+        assert last == "crashes said last:\n  its last words"
         assert same, "the environment is as it was"
         said = there.line()
         assert "the cluster that the program connected to is not used: it asks for no token" in said
@@ -354,7 +411,11 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
         assert there.line() == "it was used", "by another name of the same machine"
         assert there.line() == "it was used", "by the address of something before it"
         assert there.line() == "[('open', 'running')]", "where that was said by name, a job may live there by itself, too"
+        assert there.line() == "['', '']", "whoever stops it while another does has stopped it"
+        assert there.line() == "job 'still' is submitted: trainers cannot connect to it", "it was not told its name yet"
+        assert there.line() == "it did not stop in 3 s when it was asked | []"
         assert "the cluster that the program connected to is not used: it asks for no token" in there.line(), "though one was shown"
+        assert there.line() == "False False True 0", "Ctrl-C at its end leaves nothing of a cluster"
         assert there.line() == "True", "the program's own, after one of ours"
         assert there.end()[0] == 0
 

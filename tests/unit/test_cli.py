@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +17,10 @@ from click.testing import CliRunner, Result
 
 import overlord as ov
 from overlord.cli import cli
+from overlord.clicluster import without_cores
 from overlord.observe.running import never_ends, step_digest
 from overlord.observe.watch import Taken
+from tests import rays
 from tests.corpus import write_rows
 
 SRC = Path(__file__).parents[2] / "src"
@@ -86,6 +89,39 @@ def test_an_option_that_is_none_is_told(tmp_path: Path, command: str, word: str,
     result = overlord(command, job_file(tmp_path), "-o", word)
     assert result.exit_code == 2, result.output
     assert said in " ".join(result.stderr.split())
+
+
+@pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there")
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_whoever_launches_on_a_cluster_names_it(tmp_path: Path, command: str) -> None:
+    result = overlord(command, job_file(tmp_path), "--runtime", "ray", "--address", "127.0.0.1:9")
+    assert result.exit_code == 2, result.output
+    assert "address: '127.0.0.1:9' could not be reached as a Ray cluster" in " ".join(result.stderr.split())
+
+
+@pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there")
+@pytest.mark.parametrize("address", ["auto", "127.0.0.1"])
+def test_an_address_that_is_none_is_told(address: str) -> None:
+    for command in (["status"], ["status", "--token", "small"], ["stop", "small"]):
+        result = overlord(*command, "--address", address)
+        assert result.exit_code == 2, result.output
+        said = f"{command[0]}: address: wanted host:port of a Ray cluster's head, as in '10.0.0.1:6379', found '{address}'"
+        assert said in " ".join(result.stderr.split())
+
+
+def test_parts_without_cores_are_told_of_what_may_have_kept_them() -> None:
+    said = "no node had any to spare that they may use (on nodes with ranks sidecar= says how many): loader-host/1"
+    assert without_cores(["loader-host/1"]).endswith(said)
+
+
+def test_of_many_names_some_are_told_and_how_many_more(tmp_path: Path) -> None:
+    result = overlord("run", job_file(tmp_path), "-o", "zzz=1")
+    assert re.search(r"unknown option 'zzz'; known: (\w+, ){19}\w+ and \d+ more", " ".join(result.stderr.split()))
+
+
+def test_the_name_of_a_cluster_is_nothing_to_who_launches_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERLORD_CLUSTER", "127.0.0.1:9")
+    assert overlord("run", job_file(tmp_path), "--steps", "1").exit_code == 0
 
 
 def test_a_drill_whose_faults_hit_less_than_they_should_does_not_pass(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ({"runtime": "process", "ports": "7099-7000"}, "ports: wanted the first and the last, as in '7000-7099', found '7099-7000'"),
         ({"runtime": "process", "ports": 7000}, "ports: wanted the first and the last, as in '7000-7099', found 7000"),
         ({"reserve": True}, "reserve: True is for runtime='ray' with the address of a cluster"),
+        ({"runtime": "ray", "rank_nodes": 5}, "rank_nodes: wanted names of nodes by rank, as in ['gpu-0', 'gpu-0', 'gpu-1'], found 5"),
         ({"rank_nodes": ["a"]}, "rank_nodes: ['a'] was asked for, but runtime='local' has one machine: leave it out"),
         ({"runtime": "process", "node_labels": {"a": "b"}}, "node_labels: {'a': 'b'} was asked for, but runtime='process' has one machine"),
         (

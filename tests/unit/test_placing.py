@@ -22,6 +22,7 @@ from overlord.runtime.placing import (
     problems,
     without_job,
 )
+from overlord.runtime.ray_place import Place, no_room
 
 TRAINERS = [Node(id="t0", name="gpu-0", address="10.0.0.1", idle_cores=8), Node(id="t1", name="gpu-1", address="10.0.0.2", idle_cores=8)]
 CPUS = [Node(id="c0", name="cpu-0", address="10.0.1.1", idle_cores=4)]
@@ -111,6 +112,21 @@ def test_every_host_has_a_node_and_a_share_is_kept_while_there_is_room(cores: li
     if n <= sum(room):
         load = Counter(placed.values())
         assert all(load[f"n{i}"] <= most for i, most in enumerate(room))
+
+
+def test_loaders_have_what_constructors_leave_of_the_share() -> None:
+    """Else a trainer would be sure of less of its machine than was said."""
+    names = ["constructor-host/0", *(f"loader-host/{i}" for i in range(4))]
+    assert list(all_placed(names, [TRAINERS[0], *CPUS], BESIDE).values()) == ["t0", "t0", "t0", "t0", "c0"], (
+        "half of eight, and then others"
+    )
+
+
+def test_whoever_waits_is_told_of_what_was_asked_for_by_name() -> None:
+    nodes = [Node(id="a", name="data-0", idle_cores=4, idle_memory=2**30, idle_resources={"scratch": 0.5}), Node(id="b", name="gpu-0")]
+    said = no_room(Place(num_cpus=1, memory=2**20, resources=(("scratch", 1.0),)), nodes)
+    assert said.startswith("a node with 1 core and 1 MB and scratch=1 idle (there are data-0 4 cores and 1024 MB and scratch=0.5, gpu-0 0")
+    assert "scratch" not in no_room(Place(num_cpus=9), nodes)
 
 
 # constructors and the groups that they build for

@@ -946,3 +946,27 @@ def test_a_strategy_that_runs_out_of_something_is_not_the_end_of_the_data(where:
     made = job(dp=1, **({"strategy": bad} if where == "strategy" else {"mixture": bad}))
     with launch(made) as session, pytest.raises(PlanError, match="step 0: the strategy or the schedule raised StopIteration"):
         next(session.client(0))
+
+
+def test_a_close_that_is_interrupted_does_the_rest_and_the_next_one_what_it_could_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = launch(job())
+    next(session.client(0))
+    stop, close, closed, interrupts = session._pump.stop, session._host.close, list[str](), [KeyboardInterrupt()]
+
+    def interrupted() -> None:
+        if interrupts:
+            raise interrupts.pop()
+        stop()
+
+    monkeypatch.setattr(session._pump, "stop", interrupted)
+    monkeypatch.setattr(session._host, "close", lambda: (closed.append("host"), close()))
+    with pytest.raises(KeyboardInterrupt):
+        session.close()
+    assert closed == ["host"]
+    assert not session._pump.stopped
+    with pytest.raises(OverlordError, match="the session is closed"):
+        session.client(1)
+    session.close()
+    session.close()
+    assert session._pump.stopped
+    assert closed == ["host"], "once"

@@ -100,6 +100,8 @@ def listen_tcp(host: str, port: int | range) -> socket.socket:
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that was killed must not block its successor
     remedy = "choose another port, or 0 for any; the host must be an address of this machine"
+    if host == os.environ.get("OVERLORD_INTERFACE"):  # who reads this may not know where the host comes from
+        remedy += ", and OVERLORD_INTERFACE in the environment names this one"
     return _listening(sock, (host, port), f"{host}:{port}", remedy)
 
 

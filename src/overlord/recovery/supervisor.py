@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from overlord.errors import ActorLost
 
 KINDS = ("planner", "constructor-host", "loader-host")  # in the order in which they are started: each connects to those before it
+SAID = "what it said last"  # a runtime whose parts say it elsewhere says where, in the reason
 TICKS = 4  # within which a part must answer; a supervisor that slept itself sees one late tick, and no silence
 
 
@@ -152,7 +153,8 @@ def worn_out(lost: ActorLost, restarts: int, doing: str = "") -> ActorLost:
     """A part that is not started again, for people: what it died of, what it was to do, how often it was tried, and what can be done."""
     why = str(lost).removeprefix(f"{lost.name} is lost: ")
     tried = f"it was started again {restarts} time{'s' * (restarts != 1)}, and all ranks took no step in between"
-    remedy = "what it said last is in the output of the job: mend what ends it; or raise max_restarts, if that passes by itself"
+    said = "" if SAID in why else f"{SAID} is in the output of the job: "
+    remedy = f"{said}mend what ends it; or raise max_restarts, if that passes by itself"
     return ActorLost(lost.name, "; ".join(words for words in (why, doing, tried, remedy) if words))
 
 

@@ -22,6 +22,7 @@ from overlord.channel.codec import encode
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, OverlordError
 from overlord.job import did_you_mean
 from overlord.runtime.actor import ITSELF, NOBODY
+from overlord.runtime.ending import Ending, Steps
 
 log = logging.getLogger("overlord")
 
@@ -151,6 +152,7 @@ class Actors(Generic[R]):
         self._names: dict[str, R] = {}
         self._names_lock = Lock()
         self._closed = False
+        self._ending = Ending()
 
     # for a backend to fill
 
@@ -281,17 +283,29 @@ class Actors(Generic[R]):
     def _dismiss(self, records: Sequence[R], timeout_s: float, kill: Callable[[R], None]) -> list[R]:
         """Ask these to finish their calls and leave. Those that had not at the deadline, and were killed for it."""
         deadline = time.monotonic() + timeout_s
-        for record in records:
-            record.leaving = True
-            self._send(record, ITSELF, b"", [])
-        late = [record for record in records if not record.gone.wait(max(0.0, deadline - time.monotonic()))]
+        try:
+            for record in records:
+                record.leaving = True
+                self._send(record, ITSELF, b"", [])
+            late = [record for record in records if not record.gone.wait(max(0.0, deadline - time.monotonic()))]
+        except BaseException:  # Ctrl-C: nobody wants to wait any more, and who is not asked again must not stay
+            for record in records:
+                if not record.gone.is_set():
+                    kill(record)
+                    self._over(record, SHUT_DOWN, quiet=True)
+            raise
         for record in late:
             log.warning("actor %s did not leave in %.1f s and was killed", record.name, timeout_s)
             kill(record)
         return late
 
+    def _end_by(self, steps: Callable[[], Steps]) -> None:
+        """For the first who shuts down; for another one after that was interrupted, who does the rest."""
+        self._closed = True
+        self._ending.go(steps)
+
     def _close_once(self) -> bool:
-        """True for the first who shuts down."""
+        """True for the first who shuts down. For backends that have nothing to wait for in between."""
         with self._names_lock:
             before, self._closed = self._closed, True
         return not before

@@ -16,6 +16,7 @@ from overlord.planner.planner import Planner
 from overlord.planner.spec import NewSource
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.control import HURRY_S, Control
+from overlord.runtime.ending import Steps, in_turn
 from overlord.runtime.host import KeptPlans
 from overlord.runtime.local import Pump, ThreadExecutor
 from overlord.runtime.machine import Machine
@@ -162,12 +163,20 @@ def keep(runtime: str, address: str | None) -> Callable[[], None]:
 
     CLUSTER.hold(address)
 
+    steps: Steps = [CLUSTER.leave, CLUSTER.settle, lambda: atexit.unregister(let_go)]
+
     def let_go() -> None:
-        atexit.unregister(let_go)
-        CLUSTER.release()
+        in_turn(steps)
 
     atexit.register(let_go)  # Ray ends its processes at the program's end, and leaves its files
     return let_go
+
+
+def dismiss(host: Engine) -> None:
+    """The parts of a host that is closed, if that was interrupted before they were asked to leave."""
+    control = getattr(host, "_control", None) or getattr(getattr(host, "_parts", None), "control", None)
+    if control is not None:
+        control.shutdown(HURRY_S)
 
 
 def counted(host: Engine) -> Planner | Counted:

@@ -59,7 +59,7 @@ class Options:
     shadows: str = "none"  # loaders with a stand-by in another host: those of the sources that cost most ("heavy"), or "all"
     address: str | None = None  # of a Ray cluster's head, host:port; None: one of this machine, that ends with the job
     rank_nodes: Sequence[str] | None = None  # of the cluster, by rank: name, address or id; constructors and loaders go there first
-    sidecar: float = 0.5  # of the idle cores of those nodes, for loaders; beyond it they go to nodes without ranks
+    sidecar: float = 0.5  # of the idle cores of those nodes, for constructors and then loaders; beyond it these go to nodes without ranks
     node_labels: Mapping[str, str] | None = None  # of nodes for hosts that need not be beside ranks, as Ray writes them: {"pool": "cpu"}
     node_resources: Mapping[str, float] | None = None  # of the cluster's own kinds, that each of those hosts asks for: {"scratch": 1}
     reserve: bool = False  # True: hosts for which no node has room wait for Ray, and its autoscaler, to find one
@@ -88,11 +88,11 @@ class Options:
         for name in ("build_ahead", "read_ahead", "workers", "hosts", "constructor_hosts", "sources_per_host", "ring_bytes"):
             if (value := getattr(self, name)) is not None and (not _is_int(value) or value < 1):
                 found.append(f"{name}: wanted a whole number of at least 1, found {value!r}")
-        if self.address is not None and not (isinstance(self.address, str) and _HOST_PORT.fullmatch(self.address)):
-            found.append(f"address: wanted host:port of a Ray cluster's head, as in '10.0.0.1:6379', found {self.address!r}")
+        if self.address is not None:
+            found += address_problems(self.address)
         if isinstance(self.sidecar, bool) or not isinstance(self.sidecar, (int, float)) or not 0 <= self.sidecar <= 1:
             found.append(f"sidecar: wanted a share from 0 to 1, found {self.sidecar!r}")
-        if (given := self.rank_nodes) is not None and (isinstance(given, str) or not all(isinstance(n, str) for n in given)):
+        if (given := self.rank_nodes) is not None and not (_is_list(given) and all(isinstance(n, str) for n in given)):
             found.append(f"rank_nodes: wanted names of nodes by rank, as in ['gpu-0', 'gpu-0', 'gpu-1'], found {given!r:.200}")
         found += self._node_problems()
         if self.partition is not None and self.partition not in PARTITION:
@@ -189,6 +189,13 @@ class Options:
         ]
 
 
+def address_problems(said: object) -> list[str]:
+    """Of a cluster's head. Ray itself takes other words too, and what it finds for them may be of a cluster that is dead."""
+    if isinstance(said, str) and _HOST_PORT.fullmatch(said):
+        return []
+    return [f"address: wanted host:port of a Ray cluster's head, as in '10.0.0.1:6379', found {said!r}"]
+
+
 def port_range(said: object) -> range | None:
     """Of ``"7000-7099"``; None: it is no such thing."""
     found = _PORTS.fullmatch(said) if isinstance(said, str) else None
@@ -212,6 +219,10 @@ def n_workers(options: Options) -> int:
 def _is_amount(name: object, value: object) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return isinstance(name, str) and bool(name) and number and 0 < value < math.inf  # type: ignore[operator]
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _is_int(value: object) -> bool:

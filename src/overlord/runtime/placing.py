@@ -43,7 +43,7 @@ class Layout:
 
     rank_nodes: tuple[str, ...] = ()
     ranks_of: tuple[tuple[int, ...], ...] = ()  # by constructor host
-    share: float = 0.5  # of the idle cores and memory of machines that have ranks
+    share: float = 0.5  # of the idle cores and memory of machines that have ranks: of constructors there, and of loaders what is left
     reserve: bool = False  # a loader host for which there is no room is left to the cluster, which may get another machine for it
     labels: Mapping[str, str] = field(default_factory=dict)  # of machines for hosts that need not be beside ranks
     resources: Mapping[str, float] = field(default_factory=dict)  # that each of those hosts asks for, besides a core and memory

@@ -140,16 +140,16 @@ class ProcessControl(Actors[ProcessRecord]):
             return
         if threading.current_thread() is self._thread:
             raise OverlordError("shutdown waits for the thread that runs callbacks; call it from another thread")
-        if not self._close_once():
-            return
-        atexit.unregister(self._at_exit)
+        self._end_by(lambda: [
+            lambda: self._dismiss_all(timeout_s), lambda: self._post(self._end), lambda: self._thread.join(KILL_S), self._waker.close,
+            lambda: atexit.unregister(self._at_exit),
+        ])  # fmt: skip
+
+    def _dismiss_all(self, timeout_s: float) -> None:
         with self._start_lock:
             records = [record for record in self._living() if record.handle is not None]
         for record in self._dismiss(records, timeout_s, ProcessRecord.kill):
             record.gone.wait(KILL_S)
-        self._post(self._end)
-        self._thread.join(KILL_S)
-        self._waker.close()
 
     def _at_exit(self) -> None:
         self.shutdown(HURRY_S)

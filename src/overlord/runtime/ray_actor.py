@@ -48,10 +48,13 @@ Call = tuple[int, bytes, list[np.ndarray]]
 class Body:
     """What Ray calls an actor: one method, which is its whole life."""
 
-    def live(self, home: Home, interface: str, code: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]) -> int | None:
-        """Until it is asked to leave (None), or leaves by itself: with this exit code. ``code``: factory and arguments, as they came."""
+    def live(
+        self, home: Home, interface: str, code: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], words: Mapping[str, Any]
+    ) -> int | None:  # fmt: skip
+        """Until it is asked to leave (None), or leaves by itself: with this exit code. ``code``: factory and arguments, as they came.
+        ``words``: where its output is, for who is left without it."""
         _take_over(home, interface)
-        hello = {"name": home.name, "ticket": home.ticket, "pid": os.getpid(), "machine": this_machine()}
+        hello = {"name": home.name, "ticket": home.ticket, "pid": os.getpid(), "machine": this_machine(), "words": words}
         link, _ = dial(home.address, home.token, hello, timeout_s=DIAL_S)
         link.max_held = 0  # messages are kept for long: copied
         link.waits_for_slots = False

@@ -14,6 +14,7 @@ import secrets
 import signal
 import socket
 import sys
+import textwrap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from overlord.allocators import system_pool
-from overlord.errors import DataStall, JobError, OverlordError
+from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.job import did_you_mean
 from overlord.runtime.machine import NODE
 from overlord.runtime.options import n_cores
@@ -45,6 +46,7 @@ from overlord.runtime.ray_reach import (
     token_named,
     warn,
 )
+from overlord.runtime.ray_words import Words
 
 try:
     with environment_kept():
@@ -64,6 +66,7 @@ if sys.excepthook is ray_worker.custom_excepthook:  # it tells the head of an ex
 
 DIED = "its process died without a word: it was killed, crashed or ran out of memory"
 GONE = "it is gone with its node, or before Ray could say how"
+UNAVAILABLE = "it cannot be reached: its process stands still, or its node is away"
 MAX_IDLE = 16  # processes that wait for an actor of their name
 STORE_BYTES = 80 * 2**20  # near the least that Ray takes: no payload passes through its store
 PING_S = 2.0  # for the head to answer
@@ -85,7 +88,9 @@ class Hosted(Body):
     def begin(self, home: Home, far: bool, code: bytes) -> int | None:
         """Code comes with the start, and is opened when it is known where its modules are."""
         os.environ[NODE] = node_here()
-        return self.live(home, here() if far else "", lambda: opened(code))
+        worker = ray_worker.global_worker
+        words = Words.into(here(), (worker.get_err_file_path(), worker.get_out_file_path()))
+        return self.live(home, here() if far else "", lambda: opened(code), words)
 
 
 def actor_of(place: Place, **named: str) -> Any:
@@ -118,10 +123,11 @@ class Cluster:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._holders = 0
-        self._owed: deque[None] = deque()  # one for each that left and could not say so, since Ray hung
+        self._owed: deque[None] = deque()  # one for each that left and is not counted yet: Ray may hang, or somebody interrupt it
         self.trusted = False  # whoever sent us here has looked whether it asks for a token
         self._terminated = Terminated()
         self._ours = False  # whether it ends with us
+        self._up = False  # whether there is anything to end
         self.address: str | None = None
         self._folder: Folder | None = None
         self._set_here: list[str] = []  # what we have put into the environment
@@ -137,6 +143,7 @@ class Cluster:
         with self._held("what another session asked for to come to an end"):
             if self._holders == 0:
                 self._ours = not ray.is_initialized()
+                self._up = True
                 if self._ours:
                     self._begin(address)
                 else:
@@ -151,14 +158,22 @@ class Cluster:
             self._holders += 1
 
     def release(self) -> None:
+        self.leave()
+        self.settle()
+
+    def leave(self) -> None:
+        """One who holds it says so, once; it never waits, and nothing ends yet."""
+        if os.getpid() == self._pid:
+            self._owed.append(None)
+
+    def settle(self) -> None:
+        """What nobody holds any more ends; also what was interrupted when it should have."""
         if os.getpid() != self._pid:
             return
         if not self._lock.acquire(timeout=END_S):  # Ray has hung in a start: to wait for it would hang whoever closes a session
             log.warning("Ray did not come to an end with what it was asked for in %g s, and is left as it is", END_S)
-            self._owed.append(None)
             return
         try:
-            self._leave()
             self._settle()
         finally:
             self._lock.release()
@@ -180,16 +195,15 @@ class Cluster:
     def _settle(self) -> None:
         while self._owed:
             self._owed.pop()
+            self._holders -= 1
+        if self._up and not self._holders:
             self._leave()
+            self._up = False
 
     def _leave(self) -> None:
-        self._holders -= 1
-        if self._holders:
-            return
-        there = not self._idle or self._head.answers()  # else Ray does nothing for us
         while self._idle:
             _, actor, pid = self._idle.pop()
-            end_process(actor, 0 if there else pid)
+            end_process(actor, pid)  # also by its number: Ray does nothing without its head, nor where the raylet stands still
         if self._ours:
             self._end()
 
@@ -306,15 +320,21 @@ class Cluster:
         ray_worker.print_to_stdstream = _said_by_ray  # Ray prints a paragraph for every process that is killed
 
     def _end(self) -> None:
-        ray.shutdown()
-        self._terminated.restore()
-        ray_worker.print_to_stdstream = _prints
-        while self._set_here:
-            os.environ.pop(self._set_here.pop(), None)
-        _as_it_is_now()  # else a ray.init of the program's own has the mode of this cluster, and not its token
-        if self._folder is not None:
-            self._folder.remove()
-            self._folder = None
+        try:
+            try:
+                ray.shutdown()
+            except BaseException:  # Ctrl-C: half of a cluster would stay for as long as the program lives
+                ray.shutdown()
+                raise
+        finally:
+            self._terminated.restore()
+            ray_worker.print_to_stdstream = _prints
+            while self._set_here:
+                os.environ.pop(self._set_here.pop(), None)
+            _as_it_is_now()  # else a ray.init of the program's own has the mode of this cluster, and not its token
+            if self._folder is not None:
+                self._folder.remove()
+                self._folder = None
 
     def _set(self, settings: Mapping[str, str]) -> None:
         for key, value in settings.items():
@@ -403,7 +423,7 @@ def keep(factory: type, name: str) -> Any:
         "num_cpus": 0,
     }
     try:
-        return ray.remote(factory).options(**options).remote()
+        return ray.remote(factory).options(**options).remote(name)
     except exceptions.ActorAlreadyExistsError:
         raise JobError([f"a job called {name!r} has just been submitted to this cluster by somebody else"], "submit") from None
 
@@ -431,7 +451,11 @@ def ask(actor: Any, method: str, *args: Any, timeout_s: float, what: str) -> Any
             fault.cause if isinstance(fault.cause, OverlordError) else OverlordError(f"{type(fault.cause).__name__}: {fault.cause}")
         ) from None
     except exceptions.RayError as fault:
-        raise OverlordError(reason_of(fault)) from None
+        raise ActorLost(actor_name(actor), reason_of(fault)) from None
+
+
+def actor_name(actor: Any) -> str:
+    return f"the actor {actor._actor_id.hex()}"
 
 
 def has_no_process(error: BaseException | None) -> bool:
@@ -443,12 +467,14 @@ def reason_of(error: BaseException) -> str:
     """Why an actor is no more, in a line: Ray says it in a paragraph."""
     if isinstance(error, exceptions.RayTaskError):
         return f"its process could not start it: {type(error.cause).__name__}: {error.cause}"
+    if isinstance(error, exceptions.ActorUnavailableError):
+        return UNAVAILABLE
     said = " ".join(" ".join(str(error).strip().splitlines()[-1:]).split())
     if "unexpectedly exits with a connection error" in said:  # all that Ray knows of a signal, a crash or os._exit
         return DIED
     if "never ran" in said:  # what Ray says of an actor that did, when its node is gone
         return GONE
-    return f"its process died: {said[:300] or type(error).__name__}"
+    return f"its process died: {textwrap.shorten(said, 300, placeholder=' ...') or type(error).__name__}"
 
 
 def _said_by_ray(data: Mapping[str, Any], *_: Any, **__: Any) -> None:

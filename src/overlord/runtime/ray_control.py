@@ -29,6 +29,7 @@ from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Home, this_machine
 from overlord.runtime.ray_cluster import CLUSTER, Key, actor_of, end_process, has_no_process, here, kill, pickled, reason_of
 from overlord.runtime.ray_place import Place, no_room
+from overlord.runtime.ray_words import Words
 
 log = logging.getLogger("overlord")
 
@@ -47,6 +48,7 @@ class RayRecord(PeerRecord):
         self.actor: Any = None
         self.near = False  # whether its process is one of this machine
         self.killed = ""  # why, when it was
+        self.words = Words()  # where its output is
 
     @property
     def pid(self) -> int:
@@ -235,7 +237,17 @@ class RayControl(Peers):
             CLUSTER.give_back(self._key(record), actor, record.pid)
         else:
             kill(actor)
-        self.died(record.ticket, record.killed or (f"exit code {code or 0}" if error is None else reason_of(error)), record.fault)
+        reason = record.killed or (f"exit code {code or 0}" if error is None else reason_of(error))
+        if not leaves and not record.leaving and record.killed != KILLED and record.fault is None:
+            reason += self._last_words(record)
+        self.died(record.ticket, reason, record.fault)
+
+    def _last_words(self, record: RayRecord) -> str:
+        """Of one that died of itself. They are in files of Ray's, which a cluster of this machine takes with it: so they are said here. In
+        one that is there they stay, and it is told where, unless it can be seen that there are none."""
+        if lines := record.words.last() if record.near else []:
+            log.warning("%s said last:\n  %s", record.name, "\n  ".join(lines))
+        return f"; {where}" if CLUSTER.far and (where := record.words.where) and (lines or not record.near) else ""
 
     def _ended(self, record: PeerRecord) -> None:
         assert isinstance(record, RayRecord)
@@ -253,6 +265,7 @@ class RayControl(Peers):
         record = self._of_link[link]
         assert isinstance(record, RayRecord)
         record.near = bool(self._machine_id) and hello.get("machine") == self._machine_id
+        record.words = Words.of(hello.get("words"))
         return welcome
 
     def _message(self, link: Any, value: Any) -> None:
@@ -276,17 +289,16 @@ class RayControl(Peers):
             return
         if self._in_callback():
             raise OverlordError("shutdown waits for the thread that runs callbacks; call it from another thread")
-        if not self._close_once():
-            return
-        atexit.unregister(self._at_exit)
+        self._end_by(lambda: [
+            lambda: self._dismiss_all(timeout_s), lambda: self._server.close(HURRY_S), self._starts.close, self._news.close,
+            CLUSTER.leave, CLUSTER.settle, lambda: atexit.unregister(self._at_exit),
+        ])  # fmt: skip
+
+    def _dismiss_all(self, timeout_s: float) -> None:
         records = [r for r in self._living() if isinstance(r, RayRecord)]
         for record in self._dismiss(records, timeout_s, self._kill):
             record.gone.wait(HURRY_S)
             self._over(record, SHUT_DOWN, quiet=True)  # one that stands still is ended by Ray in a few seconds
-        self._server.close(HURRY_S)
-        self._starts.close()
-        self._news.close()
-        CLUSTER.release()
 
     def _at_exit(self) -> None:
         self.shutdown(HURRY_S)

@@ -16,10 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from overlord.errors import DataStall, JobError, OverlordError
+from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.job import Job, did_you_mean
 from overlord.runtime import ray_cluster
 from overlord.runtime.machine import INTERFACE
+from overlord.runtime.options import address_problems
 from overlord.runtime.ray_reach import MODE, is_refused
 from overlord.runtime.serving import Served
 
@@ -50,10 +51,10 @@ class Status:
 class Keeper:
     """Has the session of one job, in a process that Ray keeps whoever goes. Ray calls it from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self._session: Session | None = None
         self._served: Served | None = None
-        self._state, self._name = SUBMITTED, ""
+        self._state, self._name = SUBMITTED, name
         self._last: dict[str, int] = {}  # how far it came, once it is over
 
     def begin(
@@ -178,10 +179,15 @@ def _make_way(name: str) -> None:
     if before.state.partition(":")[0] not in OVER:
         raise JobError([f"a job called {name!r} is {before.state} on this cluster; stop it first, or give this one another name"], "submit")
     ray_cluster.kill(keeper)  # and not who has its name by now
+    _until_gone(name, f"the job called {name!r} to go, which is over ({before.state})")
+
+
+def _until_gone(name: str, what: str) -> None:
+    """One who was killed."""
     deadline = time.monotonic() + STOP_S
     while name in ray_cluster.kept():
         if time.monotonic() > deadline:
-            raise DataStall(f"the job called {name!r} to go, which is over ({before.state})", STOP_S)
+            raise DataStall(what, STOP_S)
         time.sleep(0.05)
 
 
@@ -199,14 +205,23 @@ def served(name: str, address: str | None) -> Served:
         return Served(*ray_cluster.ask(_keeper(name, "status"), "served", timeout_s=ASK_S, what=f"job {name!r} to say where it is served"))
 
 
-def stop(name: str, address: str | None) -> None:
-    """End a job and all its parts; its journal, if it has one, says where it stood."""
+def stop(name: str, address: str | None) -> str:
+    """End a job and all its parts; its journal, if it has one, says where it stood. Returns why it was killed, if it had to be: one that
+    does not answer ends all the same."""
     with ray_cluster.cluster(_wanted(address, "stop")):
-        keeper = _keeper(name, "stop")
+        keeper, why = _keeper(name, "stop"), ""
         try:
             ray_cluster.ask(keeper, "stop", timeout_s=STOP_S, what=f"job {name!r} to stop")
+        except DataStall:
+            why = f"it did not stop in {STOP_S:g} s when it was asked"
+        except ActorLost as lost:  # it stands still; or somebody else stops it too
+            why = lost.reason if ray_cluster.kept_by(name) is not None else ""
+        except OverlordError as fault:
+            why = f"it did not close well: {fault}"
         finally:
             ray_cluster.kill(keeper)
+        _until_gone(name, f"the job called {name!r} to end, which was killed")
+        return why
 
 
 def _keeper(name: str, what: str) -> Any:
@@ -232,4 +247,6 @@ def _wanted(address: str | None, what: str) -> str:
     if address is None:
         said = "host:port of a Ray cluster's head (--address, or OVERLORD_CLUSTER)"
         raise JobError([f"address: wanted {said}; jobs live by themselves only on a cluster that does"], what)
+    if problems := address_problems(address):
+        raise JobError(problems, what)
     return address

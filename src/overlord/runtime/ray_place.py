@@ -49,5 +49,8 @@ class Place:
 
 def no_room(place: Place, nodes: Sequence[Node]) -> str:
     """What is waited for where Ray was asked for more than any node has idle."""
-    idle = ", ".join(f"{n.name or n.address} {n.idle_cores:g} cores and {n.idle_memory / 2**20:.0f} MB" for n in nodes)
+    kinds = [key for key, _ in place.resources]  # what is asked for by name may be what is missing
+    more = [" and ".join(f"{key}={n.idle_resources.get(key, 0.0):g}" for key in kinds) for n in nodes]
+    had = [f"{n.name or n.address} {n.idle_cores:g} cores and {n.idle_memory / 2**20:.0f} MB" for n in nodes]
+    idle = ", ".join(f"{one} and {kept}" if kept else one for one, kept in zip(had, more, strict=True))
     return f"a node with {place.wanted} idle (there are {idle or 'none'}): an autoscaler may add one, or others leave"

@@ -23,7 +23,8 @@ from overlord.planner.schedulebase import learns
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.changes import Changes
 from overlord.runtime.delivery import MOVED
-from overlord.runtime.engines import Engine, keep, make_engine, why_not
+from overlord.runtime.ending import Ending, Steps, in_turn
+from overlord.runtime.engines import Engine, dismiss, keep, make_engine, why_not
 from overlord.runtime.host import Host
 from overlord.runtime.inside import InsideBox
 from overlord.runtime.local import Pump
@@ -57,6 +58,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         self._generation = 0
         self._mark = ""  # of the state that opened the generation
         self._closed = self._begun = False
+        self._ending = Ending()
         self._serving: Serving | None = None
         self._lock = threading.RLock()  # for who takes part and how far they are; held for a moment only, by a signal's handler too
         self._moving = threading.Lock()  # one rank at a time moves the session to a state
@@ -324,7 +326,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             if isinstance(self._clients.get(rank) or left.get(rank), Client):
                 inbox.end(OverlordError(not_in_the_mesh(rank, self.job.place) if rank in left else MOVED), drop=True)
         if self._closed:  # while this was under way: what it closed was replaced
-            self._close_parts()
+            in_turn(self._parts_to_close())
             raise OverlordError("the session is closed")
         if begun:
             self._pump.ask(lambda: self._attach(host), "clients to be attached")
@@ -351,25 +353,23 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         self._host.broke(error)
 
     def close(self) -> None:
-        """Stop everything. Safe to call twice, and from a signal's handler."""
-        if self._closed:
-            return
+        """Stop everything. Safe to call twice, and from a signal's handler. Whatever interrupts it, the rest is done all the same, and who
+        calls it again does what was interrupted."""
         self._closed = True
-        self._stop_looking()
-        if self._refresher is not None:
-            self._refresher.close()
-        self._pump.stop()
-        self._close_parts()
+        first = [self._stop_looking, *([] if self._refresher is None else [self._refresher.close]), self._pump.stop]
+        self._ending.go(lambda: [*first, *self._parts_to_close()])
 
-    def _close_parts(self) -> None:
-        for _, inbox in list(self._inboxes.values()):  # before their constructors go, or clients would look for them
-            inbox.end(OverlordError("the session is closed"))
-        self._host.close()
-        self._blueprint.close()
-        self._journal.close(self._told)
-        if self._serving is not None:
-            self._serving.close()
-        self._let_go()
+    def _parts_to_close(self) -> Steps:
+        host, serving = self._host, self._serving
+
+        def end_inboxes() -> None:  # before their constructors go, or clients would look for them
+            for _, inbox in list(self._inboxes.values()):
+                inbox.end(OverlordError("the session is closed"))
+
+        return [
+            end_inboxes, host.close, lambda: dismiss(host), self._blueprint.close, lambda: self._journal.close(self._told),
+            *([] if serving is None else [serving.close]), self._let_go,
+        ]  # fmt: skip
 
     def __enter__(self) -> Session:
         return self

@@ -1,0 +1,42 @@
+"""What ends does so to the end, whatever interrupts it."""
+
+from __future__ import annotations
+
+import pytest
+
+from overlord.runtime.ending import Ending, in_turn
+
+
+def test_whatever_interrupts_a_step_the_others_are_done_and_the_next_who_comes_does_that_one() -> None:
+    done: list[str] = []
+    faults: list[BaseException] = [KeyboardInterrupt(), OSError("later")]
+
+    def interrupted() -> None:
+        done.append("tried")
+        if faults:
+            raise faults.pop(0)
+
+    ending = Ending()
+    steps = lambda: [lambda: done.append("first"), interrupted, lambda: done.append("last")]  # noqa: E731
+    with pytest.raises(KeyboardInterrupt):
+        ending.go(steps)
+    assert done == ["first", "tried", "last"]
+    with pytest.raises(OSError, match="later"):
+        ending.go(steps)
+    ending.go(steps)
+    ending.go(steps)
+    assert done == ["first", "tried", "last", "tried", "tried"]
+
+
+def test_what_went_wrong_first_is_raised() -> None:
+    def fails(fault: BaseException) -> None:
+        raise fault
+
+    with pytest.raises(KeyboardInterrupt):
+        in_turn([lambda: fails(KeyboardInterrupt()), lambda: fails(OSError())])
+
+
+def test_the_handler_of_a_signal_that_ends_what_is_being_ended_waits_for_nobody() -> None:
+    ending, done = Ending(), list[str]()
+    ending.go(lambda: [lambda: ending.go(lambda: [lambda: done.append("twice")]), lambda: done.append("once")])
+    assert done == ["once"]

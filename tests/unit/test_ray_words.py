@@ -1,0 +1,47 @@
+"""What an actor on Ray said last is found in files of its node, by itself alone, and bounded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from overlord.errors import ActorLost
+from overlord.recovery.supervisor import worn_out
+from overlord.runtime.ray_words import BYTES, LINES, Words
+
+
+def test_the_last_lines_are_those_of_this_actor_without_what_ray_writes_for_itself(tmp_path: Path) -> None:
+    err, out = tmp_path / "worker.err", tmp_path / "worker.out"
+    err.write_text("of an actor before\n")
+    out.touch()
+    words = Words.of(Words.into("10.0.0.7", [str(err), str(out), ""]))
+    assert words.last() == [], "it has said nothing yet"
+    err.write_text("of an actor before\n:actor_name:Hosted\nTraceback\n\nsegmentation fault")
+    out.write_text("and this\n")
+    assert words.last() == ["Traceback", "segmentation fault", "and this"]
+    assert words.where == f"what it said last is in {err} and {out} on node 10.0.0.7"
+
+
+def test_they_are_few_however_much_was_said_and_none_where_the_file_is_gone(tmp_path: Path) -> None:
+    err = tmp_path / "worker.err"
+    err.touch()
+    words = Words.of(Words.into("n", [str(err)]))
+    err.write_text("".join(f"line {i}\n" for i in range(100_000)))
+    assert words.last() == [f"line {i}" for i in range(100_000 - LINES, 100_000)]
+    err.write_bytes(b"\xff" * 10 * BYTES)
+    assert sum(map(len, words.last())) <= BYTES
+    err.unlink()
+    assert words.last() == []
+
+
+def test_of_one_who_does_not_say_where_its_output_is_nothing_is_known() -> None:
+    for said in (None, {}, {"node": "n", "files": ["x"]}, {"node": 3, "files": {}}):
+        assert (Words.of(said).last(), Words.of(said).where) == ([], "")
+
+
+def test_a_part_that_is_given_up_names_one_place_for_what_it_said() -> None:
+    here = str(worn_out(ActorLost("loader-host/0", "exit code 9"), 3))
+    assert "; what it said last is in the output of the job: mend what ends it" in here
+    there = str(worn_out(ActorLost("loader-host/0", f"it died; {Words('n', {'/logs/worker.err': 0}).where}"), 3))
+    assert there.count("what it said last is in") == 1
+    assert "what it said last is in /logs/worker.err on node n; it was started again 3 times" in there
+    assert there.endswith("; mend what ends it; or raise max_restarts, if that passes by itself")
