@@ -39,7 +39,7 @@ laws: $(VENV)/.test
 # and dummy_jobs are about plans, in one process.
 ON_RAY := failover failover_constructors real_faults planner_process process images journal_resume stores store_faults storage_faults
 ON_RAY += process_clients process_faults process_hostile serving rejoin scaling partition memory_figures ray_autoscaler ray_train ray_demo ray_zombies
-ON_RAY += ray_places planner_last_words vanished
+ON_RAY += ray_places planner_last_words planner_answers journal_launches vanished
 ray: $(VENV)/.test
 	OVERLORD_TEST_RUNTIME=ray $(BIN)/python -m pytest $(ON_RAY:%=tests/scenarios/test_%.py)
 
