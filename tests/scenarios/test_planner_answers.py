@@ -205,6 +205,34 @@ def test_a_source_that_was_given_up_and_joined_all_the_same_is_part_of_the_job(j
         ahead(clients, 4)
 
 
+@pytest.mark.usefixtures("impatient")
+def test_what_is_said_behind_something_that_was_given_up_comes_behind_it(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two changes for one step the last one counts, in states as in the planner; and sources that join have numbers."""
+    with launch(job(until=40, journal=journal), **APART, lost_after_s=WAIT_S) as session:
+        clients = clients_of(session)
+        ahead(clients, 3)
+        for what, act in (
+            ("event", lambda: session.set_mixture({"a": 1.0, "b": 0.0, "c": 0.0}, at=30)),
+            ("add_source", lambda: session.add_source(source("d", 30, 5000), at=26)),
+        ):
+            with monkeypatch.context() as patch:
+                asked(patch, what, stalled)
+                with pytest.raises(DataStall):
+                    act()
+            if what == "event":
+                session.set_mixture({"a": 0.0, "b": 1.0, "c": 1.0}, at=30)
+        session.set_mixture({"a": 0.0, "b": 1.0}, at=34)
+        session.add_source(source("e", 30, 7000), at=28)
+        assert session.job.names == ("a", "b", "c", "d", "e")
+        assert list(session.metrics()["sources"]) == ["a", "b", "c", "d", "e"]
+        saved = clients[0].state_dict()
+        assert [event["at"] for event in saved["events"] if "weights" in event] == [30, 30, 34]
+        assert set(saved["events"][-1]["weights"]) == {"a", "b", "c", "d"}, "e is one that it does not name"
+        lived = play(session)
+    with_both = [*job().sources, source("d", 30, 5000), source("e", 30, 7000)]
+    assert run(job(until=40, sources=with_both), "local", resume=saved).steps == lived.steps
+
+
 def test_a_state_is_saved_while_a_source_joins(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner's states have it at once, the session hears of it a moment later."""
     with launch(job(until=40, journal=journal), **APART) as session:

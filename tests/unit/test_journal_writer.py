@@ -184,3 +184,31 @@ def test_a_note_of_what_goes_that_cannot_be_written_is_a_failure_and_what_was_du
 def _bare(text: bytes) -> bytes:
     """As it stands in a record: every byte XOR a5."""
     return bytes(byte ^ 0xA5 for byte in text)
+
+
+class Unanswering(Memory):
+    """A store that takes what is written, and does not answer when something is to be removed."""
+
+    def __init__(self) -> None:
+        super().__init__(whole=True)
+        self.asked, self.answers = threading.Event(), threading.Event()
+
+    def remove(self, names: Any) -> None:
+        self.asked.set()
+        assert self.answers.wait(30)
+        super().remove(names)
+
+
+def test_plans_do_not_wait_for_a_store_that_does_not_answer_when_something_is_to_be_removed() -> None:
+    place = Unanswering()
+    with Log.create(place, JOB) as made:
+        writer = Writer(made, lambda: None)
+        writer.wait(writer.put([plan(0)]))
+        writer.put([plan(1)], rolls=True, before=1)
+        assert place.asked.wait(30)
+        writer.wait(writer.put([plan(2)]), 10)
+        writer.wait(writer.put([plan(3)], before=3), 10)
+        place.answers.set()
+        assert writer.close(10)
+    assert numbers(place)[-1] == 3
+    assert "000000000001.ovj" not in place.files, "what held the first plan"

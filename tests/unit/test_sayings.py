@@ -54,6 +54,32 @@ def test_what_is_told_of_before_it_is_given_up_has_been_answered() -> None:
     assert late == []
 
 
+def test_news_of_what_was_answered_are_not_taken_for_those_of_an_equal_one() -> None:
+    sayings, late = Sayings(), list[SetMixture]()
+    sayings.say(A, lambda: None, told(late, A))
+
+    def news_of_the_first() -> None:
+        sayings.heard(A)
+        silent()
+
+    with pytest.raises(DataStall):
+        sayings.say(A, news_of_the_first, told(late, A))
+    assert sayings.unsettled
+    sayings.heard(A)
+    assert late == [A]
+
+
+def test_what_was_given_up_is_settled_by_what_the_planner_has_taken_in_the_order_of_saying() -> None:
+    sayings, late = Sayings(), list[SetMixture]()
+    given_up(sayings, A, late)
+    given_up(sayings, B, late)
+    sayings.settle([A])
+    assert late == [A], "the other was refused"
+    assert not sayings.unsettled
+    sayings.heard(B)
+    assert late == [A]
+
+
 def test_what_was_refused_is_forgotten() -> None:
     sayings, late = Sayings(), list[SetMixture]()
 

@@ -238,9 +238,15 @@ class Log:
 
     def sweep(self) -> None:
         """The second half: what was given up goes, also what an earlier writer did not remove. What is refused is tried again next time."""
-        if self._doomed:
-            self._place.remove(self._doomed)
-            self._doomed = []
+        doomed = list(self._doomed)  # more may be given up meanwhile
+        if doomed:
+            self._place.remove(doomed)
+            del self._doomed[: len(doomed)]
+
+    @property
+    def removes_slowly(self) -> bool:
+        """It asks a store, which may not answer for long."""
+        return self._place.whole
 
     @property
     def doomed(self) -> int:

@@ -44,6 +44,7 @@ class Writer:
         self._changed = threading.Condition(threading.RLock())
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._sweeping: threading.Thread | None = None
 
     def put(self, records: Sequence[Record], *, rolls: bool = False, before: int | None = None, anew: bool = False) -> int:
         """Have records written, then segments pruned; returns the number by which to ask whether it is done."""
@@ -119,6 +120,13 @@ class Writer:
         """After a pruning: what nobody wants any more goes, when all who wait were told. A place may take writes and refuse removals."""
         if orders[-1].before is None and not orders[0].anew:
             return
+        if not self._log.removes_slowly or self._thread is None:
+            self._sweep_now()
+        elif self._sweeping is None or not self._sweeping.is_alive():  # plans must not wait for a store that does not answer
+            self._sweeping = threading.Thread(target=self._sweep_now, name="overlord-journal-sweep", daemon=True)
+            self._sweeping.start()
+
+    def _sweep_now(self) -> None:
         start, said = time.perf_counter(), self.unpruned
         try:
             self._log.sweep()
@@ -152,5 +160,7 @@ class Writer:
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
+            if self._sweeping is not None:
+                self._sweeping.join(timeout_s)  # what it does not come to is left to the next pruning
             return not self._thread.is_alive()
         return True

@@ -74,6 +74,7 @@ class Changes:
     def _at(self, step: int | None, act: Callable[[int], None]) -> int:
         """In the pump: at that step, or at the first that is not planned yet: a planner elsewhere may plan on before it hears of it."""
         while True:
+            self._host.settle()
             at = self._host.planner.open_step if step is None else step
             try:
                 act(at)
@@ -91,6 +92,7 @@ class Changes:
 
     def _add(self, event: SetMixture | Skip) -> None:
         """In the pump. Clients stand at steps planned before this: their states get the event until they have passed it."""
+        self._host.settle()
         self._host.event(event)
         self._note(event)
 
@@ -122,6 +124,9 @@ class Changes:
         [step] = _steps("add_source", [] if at is None else [at]) or [None]
         self._refuse_closed()
         with self._moving:
+            self._pump.ask(
+                lambda: self._host.settle(), "the planner"
+            )  # one that was given up may have joined since
             if step is not None:  # said before a long look at the files, too
                 self._pump.ask(lambda: self._host.planner.refuse_planned(step), "the planner")
             before, host = self._blueprint.workers, self._host

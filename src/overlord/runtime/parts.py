@@ -389,6 +389,12 @@ class Parts:
                 self.hosts[host.name] = host
         self.send(planner, ticket, host)
 
+    def prepared(self, host: Handle) -> None:
+        """It starts; whoever has it started says when it is there."""
+        with self._lock:
+            self.preparing.add(host.name)
+            self.hosts[host.name] = host
+
     def joined(self, h: int, loaders: int) -> None:
         """A source takes part from here on, in a host of its own."""
         with self._lock:

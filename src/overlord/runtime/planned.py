@@ -312,6 +312,11 @@ class PlannedEngine:
         else:
             self._sayings.say(event, lambda: self._say(event), lambda: self._came_late(event))
 
+    def settle(self) -> None:
+        """Before anything else is said: what was given up has happened, or never will. A planner does what it is asked in that order."""
+        if self._sayings.unsettled:
+            self._sayings.settle(self._parts.ask("said"))
+
     def _came_late(self, event: Any) -> None:
         for told in self.on_late:
             told(event)
@@ -360,8 +365,7 @@ class PlannedEngine:
         parts.kits[h], self._without = (i,), (h, before)
         try:
             host = parts.recipes.loader_host(h, [i], parts.blueprint.openings(i, Cursor()), self._constructor_addresses())
-            parts.preparing.add(host.name)
-            parts.hosts[host.name] = host
+            parts.prepared(host)
             parts.control.get(parts.control.call(host, "do", []), START_S)
         except BaseException:
             self.drop_prepared(h)

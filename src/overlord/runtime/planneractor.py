@@ -73,7 +73,7 @@ class PlannerActor:
         self._ran.set()
         self._told: Finish | str | None = "nothing yet"  # what a planner before this one said of the end counts no more
         self._acked = -2
-        self._before: list[Any] = []  # events in the journal of planners before this one, that it went on from
+        self._said: list[Any] = []  # events in the journal of planners before this one, that it went on from, and its own
         self._watched = kit.watched
 
     # the launching process
@@ -144,7 +144,7 @@ class PlannerActor:
             return host
         journal, found = Journal.resumed(self._where_journal, self._kit.blueprint.job.name, launch=self._kit.launch)
         journal.start(self._pump.post)
-        self._before = found.events
+        self._said = found.events
         try:
             host = PlannerHost(self._kit, self._peers, self._pump, self._starter, found, say=self._say)
             host.journal = journal
@@ -159,8 +159,8 @@ class PlannerActor:
         """What the planner before this one knew, and perhaps died before it was heard: behind which step all stand, how far each rank is,
         which sources left."""
         host = self._host
-        if self._before:
-            self._events.put(("found", self._before))
+        if self._said:
+            self._events.put(("found", list(self._said)))
         for event in lost(host.planner.state().events) if self._kit.incarnation else ():
             self._events.put(("lost", event))
         if self._watched and host.stood is not None:
@@ -255,7 +255,7 @@ class PlannerActor:
         def act() -> None:
             self._host.event(event)
             if isinstance(event, (SetMixture, Skip)):
-                self._events.put(("said", event))
+                self._took(event)
 
         return self._in_pump(act)
 
@@ -289,13 +289,17 @@ class PlannerActor:
             except BaseException:
                 host.give_back_source(before, h)
                 raise
-            self._events.put(("said", new.event))
+            self._took(new.event)
 
         return self._in_pump(act)
 
+    def _took(self, event: Any) -> None:
+        self._said.append(event)
+        self._events.put(("said", event))
+
     def said(self) -> Future[list[Any]]:
-        """Events that are still in force, or were found in the journal."""
-        return self._in_pump(lambda: [*self._host.planner.state().events, *self._before])
+        """Events that this planner has taken, behind those that it found in the journal; in force or not."""
+        return self._in_pump(lambda: list(self._said))
 
     def watch(self) -> None:
         """Somebody serves clients from here on."""

@@ -124,6 +124,9 @@ class Written(Carrier):
         if journal is not UNWRITTEN:
             journal.heard = self._released
 
+    def settle(self) -> None:
+        """Whatever is said here has happened when it returns."""
+
     def event(self, event: Any) -> None:
         """An event of the log, for the planner: when this returns it is durable, and may be said to have happened."""
         self.run(self._answered(event))
