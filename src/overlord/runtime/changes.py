@@ -124,9 +124,7 @@ class Changes:
         [step] = _steps("add_source", [] if at is None else [at]) or [None]
         self._refuse_closed()
         with self._moving:
-            self._pump.ask(
-                lambda: self._host.settle(), "the planner"
-            )  # one that was given up may have joined since
+            self._pump.ask(lambda: self._host.settle(), "the planner")  # one that was given up may have joined since
             if step is not None:  # said before a long look at the files, too
                 self._pump.ask(lambda: self._host.planner.refuse_planned(step), "the planner")
             before, host = self._blueprint.workers, self._host
