@@ -354,9 +354,9 @@ def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(
 
         def slowly(*args: Any) -> Any:
             host = start(*args)
-            assert host.pid is not None
-            halt(host.pid)
-            threading.Thread(target=meanwhile, args=(host.pid,), daemon=True).start()
+            pid = until(lambda: host.pid)
+            halt(pid)
+            threading.Thread(target=meanwhile, args=(pid,), daemon=True).start()
             return host
 
         def meanwhile(pid: int) -> None:
