@@ -20,6 +20,7 @@ from overlord.messages import Report, SetMixture, Skip
 from overlord.planner.events import Log
 from overlord.planner.feedback import promised
 from overlord.planner.schedulebase import learns
+from tests.processes import until
 from tests.worlds import Rows
 
 pytestmark = pytest.mark.timeout(60)
@@ -388,6 +389,7 @@ def test_what_is_said_in_time_is_in_a_state_before_the_planner_has_heard_of_it()
     with launch(job(Listener([]), feedback_lag=6), prefetch=4) as session:
         client, held, done = session.client(0), threading.Event(), threading.Event()
         bare = [next(client) and client._state for _ in range(3)][-1]
+        until(lambda: session._host.planner.next_step == 7)
         session._pump.post(lambda: (held.set(), done.wait(10)))  # type: ignore[arg-type, return-value]
         assert held.wait(10)
         client.report(0, loss(0))  # late for the promise: what becomes of it is the planner's word
@@ -520,6 +522,7 @@ def test_metrics_tell_what_was_wanted_and_what_was_drawn_step_by_step() -> None:
         client = session.client(0)
         for _ in range(90):
             next(client)
+        until(lambda: session.metrics()["mix"]["step"][-1] >= 91)
         mix = json.loads(json.dumps(session.metrics()["mix"]))
         plans = {step: session.plan(step) for step in mix["step"]}
     assert len(mix["step"]) == 64
