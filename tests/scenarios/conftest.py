@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from tests.processes import PARTS
 from tests.storejobs import BIG, FORMATS, ROWS, in_order
 from tests.stores import BUCKET, FOREIGN, PROXIES, CannotRun, Proxy, S3Server, s3_server
 
+TRIES = 3
+
 
 @pytest.fixture(autouse=True)
 def _on_ray(request: pytest.FixtureRequest) -> None:
@@ -24,11 +27,15 @@ def _on_ray(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    try:
-        with s3_server(tmp_path_factory.mktemp("s3")) as running:
-            yield running
-    except CannotRun as why:
-        pytest.skip(str(why))
+    with contextlib.ExitStack() as stack:
+        for left in reversed(range(TRIES)):
+            try:
+                running = stack.enter_context(s3_server(tmp_path_factory.mktemp("s3")))
+                break
+            except CannotRun as why:  # it may have been a port that somebody else took: all tests of stores are not to be left out for it
+                if not left:
+                    pytest.skip(str(why))
+        yield running
 
 
 @pytest.fixture(scope="session")

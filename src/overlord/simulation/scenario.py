@@ -31,7 +31,7 @@ MESHES = (
     (1, 2, 1, 2),
 )  # dp, cp, tp, pp
 Mesh = tuple[int, int, int, int]
-RESHARDS, OVERLAPS, SCALES, BIRTHS = 0.3, 0.5, 0.4, 0.4  # how many seeds have such faults, of those that can
+RESHARDS, OVERLAPS, SCALES, BIRTHS = 0.3, 0.5, 0.4, 0.2  # how many seeds have such faults, of those that can
 SALT, SCALE_SALT, BIRTH_SALT = 17, 363, 3772  # with it seeds that failed before there were such faults have none of them
 STRATEGIES = ("vanilla", "packed", "llm_balance", "backbone_balance")
 
