@@ -21,6 +21,7 @@ from overlord.simulation.running import run_seed
 from overlord.simulation.scenario import STEPS, draw
 from overlord.simulation.soak import Tally, outcome_of, past_failures, soak
 from overlord.simulation.world import Killed
+from tests.processes import runs, until
 
 PAST = Path(__file__).with_name("past_failures.txt")
 SEEDS = int(os.environ.get("OVERLORD_SEEDS", "1000"))
@@ -151,3 +152,16 @@ def test_seeds_that_fail_are_kept_with_what_was_wrong(
     assert "replay: python -m overlord.simulation --seed 6" in capsys.readouterr().out
     assert past_failures(past) == [5, 6]
     assert list(soaking.read_kept(keep, 5).failed) == [5, 6]
+
+
+def test_a_soak_that_is_killed_leaves_no_process_behind() -> None:
+    """Its workers waited for their next seed for ever."""
+    command = [sys.executable, "-m", "overlord.simulation", "--seeds", "100000", "--processes", "2"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as soaking_now:
+        children = Path(f"/proc/{soaking_now.pid}/task/{soaking_now.pid}/children")
+        try:
+            until(lambda: len(children.read_text().split()) >= 3)  # two workers, and who looks after what they share
+            left = [int(pid) for pid in children.read_text().split()]
+        finally:
+            soaking_now.kill()
+    until(lambda: not any(map(runs, left)))

@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -144,6 +145,15 @@ def outcome_of(seed: int) -> Outcome:
 def _quiet() -> None:
     logging.disable(logging.CRITICAL)  # parts are lost all the time
     gc.freeze()  # what was imported stays: to look through it after every tenth seed costs as much as a seed
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """A soak that is killed leaves nobody behind: its workers would wait for their next seed for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def outcomes(seeds: Iterable[int], processes: int) -> Iterator[Outcome]:
