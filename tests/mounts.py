@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ class Mount(pafs.FileSystemHandler):
         return self._fs.get_file_info(selector)
 
     def open_input_file(self, path: str) -> Any:
-        if (Path(self.switches) / HANGS).exists():
-            os.close(os.open(Path(self.switches) / HANGS / "pipe", os.O_RDONLY))
+        hangs = Path(self.switches) / HANGS
+        if hangs.exists() and path.startswith((hangs / "under").read_text()):
+            os.close(os.open(hangs / "pipe", os.O_RDONLY))
         return pa.PythonFile(Stumbling(self, path), mode="r")
 
     def normalize_path(self, path: str) -> str:
@@ -100,16 +102,17 @@ def fail(switches: Path, fault: str, times: int) -> None:
     new.rename(switches / fault)
 
 
-def hang(switches: Path) -> None:
+def hang(switches: Path, under: Path | str = "") -> None:
+    """From here on, whoever opens a file of that folder hangs."""
     new = switches.with_name("new")
     new.mkdir()
+    (new / "under").write_text(str(under))
     os.mkfifo(new / "pipe")
     new.rename(switches / HANGS)
 
 
 def let_go(switches: Path) -> None:
     """Whoever hangs goes on, and nobody hangs any more."""
-    pipe = switches / HANGS / "pipe"
     (switches / HANGS).rename(switches / "was")
     pipe = switches / "was" / "pipe"
     try:
@@ -117,5 +120,4 @@ def let_go(switches: Path) -> None:
     except OSError as error:
         if error.errno != errno.ENXIO:  # nobody hung
             raise
-    pipe.unlink()
-    (switches / "was").rmdir()
+    shutil.rmtree(switches / "was")
