@@ -65,3 +65,48 @@ def test_hosts_of_a_node_that_stood_still_wake_when_others_have_their_place(tmp_
         assert there.line() == "True", "to the byte"
         assert there.line() == "gone", "who finds its link closed leaves"
         assert there.end(60)[0] == 0
+
+
+LEAVES_THE_DEAF = """
+    import os, signal
+    from tests import rays
+    os.environ.update(rays.of_a_cluster())
+    import ray
+    from overlord.runtime import ray_cluster
+    from tests.processes import halt, launch, left_after, play, run
+    from tests.scenarios.test_process import job
+
+    ray_cluster.DEAF_S = 2.0
+
+    def close_beside(pid, folder, **where):
+        with launch(job(until=20, journal=folder), "ray", **where) as session:
+            print(play(session, act={9: lambda _: halt(pid())}) == calm, flush=True)
+            parts = [a["pid"] for a in session.metrics()["actors"] if a["role"] in ("host", "planner") and a["pid"] != os.getpid()]
+        print("closed", ray.is_initialized(), left_after(parts, 20.0), flush=True)
+
+    def main():
+        global calm
+        calm = run(job(until=20), "local")
+        close_beside(lambda: ray_cluster.ray_worker._global_node.all_processes["raylet"][0].process.pid, "own")
+        from ray.cluster_utils import Cluster
+        small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **small})
+        raylet = cluster.head_node.all_processes["raylet"][0].process.pid
+        close_beside(lambda: raylet, "there", address=cluster.address)
+        os.kill(raylet, signal.SIGCONT)
+        with launch(job(until=20), "ray", address=cluster.address) as session:
+            print(play(session) == calm, flush=True)
+        cluster.shutdown()
+"""
+
+
+def test_a_session_is_closed_though_the_ray_of_its_node_stands_still_and_lives_when_that_wakes(tmp_path: Path) -> None:
+    """Ray waits without end for its node to let it go, and kills a program that is gone without a word."""
+    with program(tmp_path, LEAVES_THE_DEAF) as there:
+        for _ in ("a cluster of its own", "one that is there"):
+            assert there.line() == "True"
+            assert there.line() == "closed False []"
+        assert there.line() == "True", "woken, it does what it is asked for"
+        code, _, said = there.end(60)
+        assert code == 0
+        assert "has not answered for 2 s that this program leaves it" in said

@@ -169,3 +169,33 @@ def told_of_no_death(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> list[str]
 
     monkeypatch.setattr(parts.control, "tell", deaf)
     return missed
+
+
+@pytest.mark.parametrize("with_planner", [False, True], ids=["hosts", "hosts and planner"])
+def test_hosts_that_are_silent_are_killed_at_the_same_time(
+    alone: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_planner: bool
+) -> None:
+    """Where their machine is silent too, each takes as long as a control plane waits for it."""
+    with launch(job(until=STEPS, journal=str(tmp_path)), lost_after_s=2.0, **APART) as session:
+        engine = session._host
+        assert isinstance(engine, PlannedEngine)
+        silent, kill = {"loader-host/0", "constructor-host/0"}, engine._parts.control.kill
+        all_there = threading.Barrier(len(silent), timeout=WAIT_S)
+
+        def waits_for_the_others(handle: Handle) -> None:
+            if handle.name in silent and handle.pid in stopped:
+                all_there.wait()
+            kill(handle)
+
+        monkeypatch.setattr(engine._parts.control, "kill", waits_for_the_others)
+        stopped = {hosts_of(session)[name] for name in silent}
+
+        def strike(session: ov.Session) -> None:
+            for pid in stopped:
+                halt(pid)
+            if with_planner:
+                os.kill(planner_of(session), signal.SIGKILL)
+
+        assert play(session, act={5: strike}) == alone
+        assert not all_there.broken
+        assert {row["part"] for row in session.metrics()["recoveries"]} == silent | ({"planner"} if with_planner else set())

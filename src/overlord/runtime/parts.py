@@ -20,6 +20,7 @@ from overlord.messages import Report, StreamState
 from overlord.recovery.supervisor import worn_out
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.control import Control, Handle
+from overlord.runtime.ending import Ending
 from overlord.runtime.front import Hands
 from overlord.runtime.machine import Machine
 from overlord.runtime.partitioning import hosting_of
@@ -82,7 +83,7 @@ class Parts:
         self._missed: dict[str, tuple[str, float]] = {}  # hosts that died, of what and when, until a planner says that they are back
         self._over: Exception | None = None
         self._work, self._news = Hands(1, "parts"), Hands(1, "planner-news")  # what is told may wait for locks; what is asked for must not
-        self._stop = threading.Event()
+        self._stop, self._ending = threading.Event(), Ending()
         self._starts = Starts(self.control, blueprint.options.lost_after_s)
 
     # the planner
@@ -247,8 +248,7 @@ class Parts:
     def _end_stopped(self) -> None:
         for handle in self._starts.look():
             log.warning("%s is killed: it was stopped while it was being started", handle.name)
-            with contextlib.suppress(OverlordError):
-                self.control.kill(handle)
+            self.end(handle)
 
     def _end_for(self, planner: Handle, why: str) -> None:
         log.warning("the planner is killed: %s", why)
@@ -348,7 +348,8 @@ class Parts:
             case ("kill", int(ticket), str(name)):
                 self._kill_for(planner, ticket, name)
             case ("cut", int(ticket), str(name), str(why)) if self._tickets.get(name) == ticket:
-                self._cut_off(name, why)
+                host = self.hosts.get(name)
+                self._beside(lambda: self._cut_off(host, why), f"cut {name}")
             case ("cut", *_):
                 pass  # another has its name by now
             case ("awaits", list(names)):
@@ -413,10 +414,16 @@ class Parts:
 
         self.control.on_death(host, died)
 
-    def _kill(self, name: str) -> None:
-        if (host := self.hosts.get(name)) is not None:
-            with contextlib.suppress(OverlordError):
-                self.control.kill(host)
+    def end(self, host: Handle) -> None:
+        """Whoever asks does not wait for it, and neither do others that are killed: Ray may need seconds for each."""
+        self._beside(lambda: self._kill(host), f"kill {host.name}")
+
+    def _kill(self, host: Handle) -> None:
+        with contextlib.suppress(OverlordError):
+            self.control.kill(host)
+
+    def _beside(self, work: Callable[[], None], name: str) -> None:
+        self._machine.thread(work, f"overlord {name}")
 
     def _kill_for(self, planner: Handle, ticket: int, name: str) -> None:
         """One that is gone already cannot die any more: it is told once more that it did, or the planner would wait for that for ever."""
@@ -426,7 +433,7 @@ class Parts:
         elif host is None or not host.alive:
             self.control.tell(planner, "died", ticket, self._missed.get(name, ("it was gone already", 0.0))[0])
         else:
-            self._kill(name)
+            self.end(host)
 
     def _end_host(self, h: int) -> None:
         """Nobody misses it."""
@@ -437,31 +444,28 @@ class Parts:
             with contextlib.suppress(OverlordError):
                 self.recipes.end(h, host)
 
-    def _cut_off(self, name: str, why: str) -> None:
+    def _cut_off(self, host: Handle | None, why: str) -> None:
         """The planner has lost its link to a host: nearly always because the host died, which is told by itself."""
-        host, deadline = self.hosts.get(name), time.monotonic() + CUT_S
+        deadline = time.monotonic() + CUT_S
         while host is not None and host.alive and time.monotonic() < deadline and not self._closed:
             time.sleep(0.005)
         if host is not None and host.alive and not self._closed:
-            log.warning("%s is killed: its link to the planner ended: %s", name, why)
-            self._kill(name)
+            log.warning("%s is killed: its link to the planner ended: %s", host.name, why)
+            self._kill(host)
 
     # the end
 
     def close(self) -> None:
         with self._lock:
-            closed, self._closed = self._closed, True
-            planner = self.planner if self._ready else None
+            self._closed = True
             self._lock.notify_all()
-        if closed:
-            return
         self._stop.set()
-        if planner is not None:
+        self._ending.go(lambda: [self._let_planner_leave, lambda: self.control.shutdown(LEAVE_S), self._work.close, self._news.close])
+
+    def _let_planner_leave(self) -> None:
+        if self._ready and self.planner is not None:
             with contextlib.suppress(OverlordError):
-                self.control.get(self.control.call(planner, "leave", self.acked), LEAVE_S)
-        self.control.shutdown(LEAVE_S)
-        self._work.close()
-        self._news.close()
+                self.control.get(self.control.call(self.planner, "leave", self.acked), LEAVE_S)
 
 
 def _moves(beat: Future[Any]) -> bool:

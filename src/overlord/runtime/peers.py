@@ -14,7 +14,8 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -124,10 +125,15 @@ class Peers(Actors[PeerRecord]):
         raise OverlordError(f"actor {name!r}: actors are started where the job was launched; here they are expected")
 
     def kill(self, handle: Handle) -> None:
-        record = self._mine(handle)
-        self._end(record.name, record.ticket, "killed")
-        if record.reason is None and not record.gone.wait(KILL_S):
-            raise DataStall(f"the process of actor {handle.name!r} to end after it was killed", KILL_S)
+        self.kill_all([handle])
+
+    def kill_all(self, handles: Sequence[Handle]) -> None:
+        """At the same time: one that is silent may take seconds."""
+        records, deadline = [self._mine(handle) for handle in handles], time.monotonic() + KILL_S
+        for record in records:
+            self._end(record.name, record.ticket, "killed")
+        if late := [r.name for r in records if r.reason is None and not r.gone.wait(max(0.0, deadline - time.monotonic()))]:
+            raise DataStall(f"the process of actor {', '.join(map(repr, late))} to end after it was killed", KILL_S)
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
         """The actors live on, and are nobody's: who started them ends them."""

@@ -202,8 +202,7 @@ class PlannedEngine:
             for host, answer in told.items():
                 if not answer.done() and not self._closed:
                     log.warning("%s is killed: it did not hear that the job is over", host.name)
-                    with contextlib.suppress(OverlordError):
-                        control.kill(host)
+                    self._parts.end(host)
 
         self._deaf = threading.Timer(self._parts.blueprint.options.lost_after_s, end_the_deaf)
         self._deaf.daemon = True

@@ -126,13 +126,11 @@ class PlannerHost(ProcessHost):
                 except OverlordError:  # it died meanwhile, or cannot say what it has
                     del asked[name]
             self._say_word("awaits", [name for name in asked if name not in self._answers])
-        for name in [name for name in self._handles if name not in self._answers]:
-            handle = self._handles.pop(name)
-            if name in asked:
-                self._say_word("gave up", name, f"it answered nothing for {lost_after_s:g} s")
-            if handle.alive:
-                with contextlib.suppress(OverlordError):  # its name is not free before it is gone: who starts another says so
-                    peers.kill(handle)
+        silent = {name: self._handles.pop(name) for name in list(self._handles) if name not in self._answers}
+        for name in [name for name in silent if name in asked]:
+            self._say_word("gave up", name, f"it answered nothing for {lost_after_s:g} s")
+        with contextlib.suppress(OverlordError):  # a name is not free before its process is gone: who starts another says so
+            peers.kill_all([handle for handle in silent.values() if handle.alive])
         self._say_word("awaits", [])
 
     def _answer_by(self, peers: Peers, name: str, future: Future[Any], deadline: float) -> Any:

@@ -30,6 +30,7 @@ from overlord.runtime.machine import NODE
 from overlord.runtime.options import n_cores
 from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Body, Home
+from overlord.runtime.ray_deaf import not_waited_for
 from overlord.runtime.ray_folder import Folder, Terminated, environment_kept
 from overlord.runtime.ray_head import Head
 from overlord.runtime.ray_place import Place
@@ -72,6 +73,7 @@ STORE_BYTES = 80 * 2**20  # near the least that Ray takes: no payload passes thr
 PING_S = 2.0  # for the head to answer
 HOLD_S = 120.0  # for what others asked of Ray to come to an end: a start may have to wait for the head
 END_S = 15.0  # for what is under way in Ray, when the last holder leaves
+DEAF_S = 8.0  # for the Ray of this node to say that this process may leave it
 OWN = ("CPU", "GPU", "memory", "object_store_memory")  # resources that Ray counts by itself; all others have the names somebody gave them
 KEPT = "overlord-jobs"  # the namespace of jobs that live on by themselves
 ALIVE = 0  # of a node, as the head has it
@@ -321,11 +323,14 @@ class Cluster:
 
     def _end(self) -> None:
         try:
-            try:
-                ray.shutdown()
-            except BaseException:  # Ctrl-C: half of a cluster would stay for as long as the program lives
-                ray.shutdown()
-                raise
+            if self.address is None:
+                _wake_own()
+            with not_waited_for(_socket_of_node(), DEAF_S):
+                try:
+                    ray.shutdown()
+                except BaseException:  # Ctrl-C: half of a cluster would stay for as long as the program lives
+                    ray.shutdown()
+                    raise
         finally:
             self._terminated.restore()
             ray_worker.print_to_stdstream = _prints
@@ -368,6 +373,19 @@ def _node(found: Mapping[str, Any], idle: Mapping[str, Any]) -> Node:
         idle_cores=float(idle.get("CPU", 0.0)), idle_memory=float(idle.get("memory", 0.0)), resources=given,
         idle_resources={key: float(idle.get(key, 0.0)) for key in given},
     )  # fmt: skip
+
+
+def _wake_own() -> None:
+    """One that was stopped would be killed where it stands, and what it started would live on for a minute."""
+    for started in ray_worker._global_node.all_processes.values() if ray_worker._global_node else ():
+        for one in started:
+            with contextlib.suppress(OSError):
+                os.kill(one.process.pid, signal.SIGCONT)
+
+
+def _socket_of_node() -> str:
+    """Of the Ray of this node, to which this process is connected."""
+    return str(ray_worker._global_node.raylet_socket_name) if ray_worker._global_node else ""
 
 
 def kill(actor: Any) -> None:

@@ -236,7 +236,7 @@ class RayControl(Peers):
         if leaves:
             CLUSTER.give_back(self._key(record), actor, record.pid)
         else:
-            kill(actor)
+            end_process(actor, record.pid)
         reason = record.killed or (f"exit code {code or 0}" if error is None else reason_of(error))
         if not leaves and not record.leaving and record.killed != KILLED and record.fault is None:
             reason += self._last_words(record)

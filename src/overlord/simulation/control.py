@@ -228,6 +228,10 @@ class SimControl:
         if self._names.get(record.name) is record:
             del self._names[record.name]
 
+    def kill_all(self, handles: Sequence[Handle]) -> None:
+        for handle in handles:
+            self.kill(handle)
+
     def on_death(self, handle: Handle, callback: OnDeath) -> None:
         self._mine(handle).on_end(lambda reason: callback(handle, reason))
 
