@@ -24,11 +24,13 @@ from overlord.recovery.past import Past
 from overlord.recovery.replay import Recovered
 from overlord.runtime import plannerhost, recovering, resuming
 from overlord.runtime.bootstrap import Blueprint
+from overlord.runtime.changes import Changes
 from overlord.runtime.constructorhost import ConstructorHost
 from overlord.runtime.delivery import Outbox
 from overlord.runtime.gathering import Gathering
 from overlord.runtime.journalling import Journal
 from overlord.runtime.loaderhost import LoaderHost
+from overlord.runtime.parts import Parts
 from overlord.runtime.process import ProcessHost
 from overlord.simulation.running import Verdict, run_seed
 from overlord.simulation.scenario import Scenario, draw
@@ -253,6 +255,35 @@ def _not_anew(real: Any) -> Any:
     return rewound
 
 
+def _unsaid(real: Any) -> Any:
+    def said(self: Any, event: Any) -> None:
+        return None
+
+    return said
+
+
+def _lose_said(real: Any) -> Any:
+    def state(self: Recovered, step: int) -> Any:
+        return replace(real(self, step), events=self.bare(step).events)
+
+    return state
+
+
+def _take_for_heard(real: Any) -> Any:
+    def ask(self: Parts, method: str, *args: Any, **more: Any) -> Any:
+        return real(self, method, *args, **more | ({"done": lambda: True} if method == "event" else {}))
+
+    return ask
+
+
+def _says(scenario: Scenario) -> bool:
+    return bool(scenario.sayings)
+
+
+def _says_to_planner(scenario: Scenario) -> bool:
+    return bool(scenario.sayings) and scenario.journal
+
+
 def _reshards(scenario: Scenario) -> bool:
     return any(fault.kind == "reshard" for fault in scenario.faults)
 
@@ -378,6 +409,41 @@ MUTANTS = (
         ((Journal, "rewound", _not_anew),),
         4,
         lambda s: s.journal and any(fault.kind in ("reshard", "rewind") for fault in s.faults),
+    ),
+    Mutant(
+        "save a state without what was said",
+        "a change that people made is not in the states of steps that were planned before it",
+        ((Changes, "_note", _unsaid),),
+        24,
+        lambda s: bool(s.sayings) and any(fault.kind in ("reshard", "rewind") for fault in s.faults),
+    ),
+    Mutant(
+        "forget what was said on the way back",
+        "when a part is lost, steps are planned again without what people changed since they were planned",
+        ((Past, "said", _unsaid),),
+        29,
+        _says,
+    ),
+    Mutant(
+        "do what was said before it is written",
+        "a change that people made takes effect, and is lost with the planner",
+        ((Journal, "said", _unsaid),),
+        19,
+        _says_to_planner,
+    ),
+    Mutant(
+        "forget what was said on replay",
+        "changes that people made are not read from the journal",
+        ((Recovered, "state", _lose_said),),
+        19,
+        _says_to_planner,
+    ),
+    Mutant(
+        "take for heard what was only said",
+        "a planner dies while it is told of a change, and the next one is not told of it",
+        ((Parts, "ask", _take_for_heard),),
+        109,
+        _says_to_planner,
     ),
 )
 

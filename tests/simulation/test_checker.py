@@ -118,6 +118,21 @@ def test_a_restart_too_far_on_is_found() -> None:
     assert any("steps are lost" in words for words in verdict(restarted))
 
 
+def test_what_people_said_in_time_must_not_be_refused() -> None:
+    found = verdict(lambda events: [*events, Event(events[-1].t, "refused", step=12, words="PlanError: step 12 is planned already")])
+    assert found == ["step 12: what people said of it in time was refused: PlanError: step 12 is planned already"]
+
+
+def test_a_step_that_is_skipped_is_not_missed_and_one_that_is_handed_out_all_the_same_is_found() -> None:
+    events, ours = recorded()
+    facts = replace(facts_of(scenario()), skipped={12})
+    ours = {(rank, step): seen for (rank, step), seen in ours.items() if step != 12}
+    assert Checker(facts, {facts.mesh: ours}).check(History([e for e in events if e.step != 12])) == []
+    found = Checker(facts, {facts.mesh: ours}).check(History(list(events)))
+    assert "step 12, rank 0: step 13 was wanted next" in found
+    assert "step 12, rank 0: the undisturbed run has no such step" in found
+
+
 def test_a_rank_that_ends_early_or_with_an_error_is_found() -> None:
     found = verdict(lambda events: [e for e in events if e.what != "end" or e.rank != 2])
     assert any("rank 2" in words and "never came" in words for words in found)

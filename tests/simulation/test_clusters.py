@@ -15,6 +15,7 @@ import pytest
 from overlord.errors import JobError
 from overlord.journal import place
 from overlord.loader import reader
+from overlord.messages import Skip
 from overlord.simulation import soak as soaking
 from overlord.simulation.faults import KINDS
 from overlord.simulation.running import run_seed
@@ -88,6 +89,20 @@ def test_seeds_draw_what_is_promised() -> None:
     assert len({(s.mesh, len(s.rows), s.options["prefetch"]) for s in scenarios}) > 100
     drawn_faults = {(f.kind, f.role) for s in scenarios for f in s.faults}
     assert drawn_faults == {(kind, role) for kind, roles in KINDS.items() for role in roles}
+
+
+def test_people_say_what_they_change_before_any_planner_can_have_come_to_it() -> None:
+    scenarios = [draw(seed) for seed in range(2000)]
+    says = [s for s in scenarios if s.sayings]
+    assert 0.25 < len(says) / len(scenarios) < 0.4
+    for s in says:
+        assert all(saying.first > saying.step + s.options["prefetch"] + len(s.skipped) for saying in s.sayings)
+        assert [saying.step for saying in s.sayings] == sorted(saying.step for saying in s.sayings)
+        assert max(s.skipped, default=0) < STEPS - 1
+        assert max(saying.first for saying in s.sayings) < STEPS - 1
+    every = [saying for s in says for saying in s.sayings]
+    assert 0.2 < sum(isinstance(saying.event, Skip) for saying in every) / len(every) < 0.5
+    assert sum(len({saying.first for saying in s.sayings}) < len(s.sayings) for s in says) > len(says) / 20, "two for one step"
 
 
 def test_one_command_replays_a_seed_and_says_what_happened() -> None:

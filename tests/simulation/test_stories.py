@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from overlord.messages import SetMixture, Skip
+from overlord.runtime.journalling import Journal
 from overlord.simulation import striking
 from overlord.simulation.checker import Checker
 from overlord.simulation.cluster import Cluster
 from overlord.simulation.faults import LEAST, Fault
 from overlord.simulation.history import History
 from overlord.simulation.running import facts_of, references
-from overlord.simulation.scenario import STEPS, Scenario, draw
-from overlord.simulation.world import Process
+from overlord.simulation.scenario import STEPS, Saying, Scenario, draw
+from overlord.simulation.world import Killed, Process
 
 
 @pytest.fixture(autouse=True)
@@ -132,4 +135,124 @@ def test_a_session_that_is_moved_while_its_parts_die_in_starting_is_moved() -> N
     cluster = Cluster(made)
     history = cluster.run()
     assert history.fired["rewind", "job"] == 1
+    assert violations(made, history) == []
+
+
+# what people say in mid-run
+
+SAID = 3  # the step behind which they do
+
+
+def mixture(made: Scenario) -> SetMixture:
+    return SetMixture(SAID + made.room + 2, {name: float(1 + 3 * i) for i, name in enumerate(made.names)})
+
+
+def told(made: Scenario, event: SetMixture | Skip) -> Scenario:
+    return replace(made, sayings=(Saying(SAID, event),))
+
+
+def events_of(cluster: Cluster) -> Sequence[Any]:
+    """As the last planner has them."""
+    assert cluster.launched.host is not None
+    return cluster.launched.host.planner.state().events
+
+
+def while_it_is_written(monkeypatch: pytest.MonkeyPatch, what: Callable[[Journal, Callable[[], None]], None]) -> list[Any]:
+    """``what`` happens when the first event is to be written, and may write it; all that are written, the first included."""
+    real, written = Journal.said, list[Any]()
+
+    def said(self: Journal, event: Any) -> None:
+        if not isinstance(event, SetMixture):
+            return real(self, event)
+        written.append(event)
+        if len(written) == 1:
+            return what(self, lambda: real(self, event))
+        return real(self, event)
+
+    monkeypatch.setattr(Journal, "said", said)
+    return written
+
+
+class Chosen:
+    """How much of a write that is torn is there: all of it, or nothing."""
+
+    def __init__(self, whole: bool):
+        self._whole = whole
+
+    def choice(self, sizes: Sequence[int]) -> int:
+        return sizes[-1] if self._whole else sizes[0]
+
+    def randrange(self, n: int) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_planner_that_dies_while_it_is_told_is_followed_by_one_that_knows_it_once(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written or not, whoever says it was not answered: the next planner is asked first whether it has it."""
+    made = told(scenario(), event := mixture(scenario()))
+    cluster = Cluster(made)
+    assert cluster.disk is not None
+    cluster.disk.chance = Chosen(whole)  # type: ignore[assignment]
+
+    def tears(journal: Journal, write: Callable[[], None]) -> None:
+        cluster.disk.tears = True  # type: ignore[union-attr]
+        write()
+
+    written = while_it_is_written(monkeypatch, tears)
+    history = cluster.run()
+    assert cluster.launched.incarnation == 1
+    assert written == [event] * (1 if whole else 2)
+    assert list(events_of(cluster)) == [event]
+    assert violations(made, history) == []
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_was_said_when_all_was_killed_is_said_again_if_the_journal_has_it_not(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = told(scenario(), event := mixture(scenario()))
+    cluster = Cluster(made)
+
+    def ends(journal: Journal, write: Callable[[], None]) -> None:
+        if whole:
+            write()
+        cluster.world.at(0.0, cluster.restart, None)  # type: ignore[arg-type]
+        raise Killed
+
+    written = while_it_is_written(monkeypatch, ends)
+    history = cluster.run()
+    assert [e.what for e in history.events if e.what in ("restart", "said")] == (["said", "restart"] if whole else ["restart", "said"])
+    assert written == [event] * (1 if whole else 2)
+    assert list(events_of(cluster)) == [event]
+    assert violations(made, history) == []
+
+
+def test_what_was_said_when_the_disk_was_full_happens_when_there_is_room() -> None:
+    made = told(scenario(fault("disk full", "planner", SAID, seconds=1.0)), mixture(scenario()))
+    cluster = Cluster(made)
+    history = cluster.run()
+    assert "JournalError" in next(e.words for e in history.events if e.what == "stopped")
+    assert [e.what for e in history.events if e.what == "said"] == ["said"]
+    assert violations(made, history) == []
+
+
+def test_what_a_planner_took_when_nobody_waited_for_it_any_more_has_happened() -> None:
+    """It stands still for longer than who says it waits; that is told by itself, and noted."""
+    patient = scenario(fault("stop", "planner", SAID, seconds=2.0))
+    made = told(replace(patient, seed=6), mixture(patient))
+    cluster = Cluster(made)
+    history = cluster.run()
+    assert cluster.launched.incarnation == 0
+    assert [e.what for e in history.events if e.what == "said"] == ["said"]
+    assert violations(made, history) == []
+
+
+@pytest.mark.parametrize("kind", ["rewind", "reshard"])
+@pytest.mark.parametrize("journal", [True, False])
+def test_a_state_of_a_step_that_was_planned_before_holds_what_was_said(kind: str, journal: bool) -> None:
+    """Trainers stand behind a step, it is said, and they go on from there as others."""
+    plain = replace(scenario(replace(fault(kind, "job", SAID), after_s=0.02)), journal=journal)
+    made = told(plain, Skip((SAID + plain.room + 3, SAID + plain.room + 5)))
+    cluster = Cluster(made)
+    history = cluster.run()
+    assert [e.what for e in history.events if e.what in ("said", kind)] == ["said", kind]
+    assert made.skipped.isdisjoint(e.step for e in history.events if e.what == "deliver")
     assert violations(made, history) == []

@@ -261,18 +261,18 @@ class Parts:
     def ask(self, method: str, *args: Any, timeout_s: float = ASK_S, done: Callable[[], bool] = lambda: False) -> Any:
         """An answer of the planner; if it is lost meanwhile, of the one that comes in its place. ``done``: asked after a loss, whether what
         was said had been taken by then."""
-        deadline, lost = time.monotonic() + timeout_s, False
+        deadline, lost = self._machine.now() + timeout_s, False
         while True:
             planner = self._wait_for_planner(deadline, timeout_s)
             if lost and done():
                 return None
             try:
-                return self.control.get(self.control.call(planner, method, *args), max(0.0, deadline - time.monotonic()))
+                return self.control.get(self.control.call(planner, method, *args), max(0.0, deadline - self._machine.now()))
             except ActorLost as fault:
                 if fault.name != PLANNER:
                     raise
                 lost = True
-                time.sleep(0.005)  # what it died of is told in a moment
+                self._machine.sleep(0.005)  # what it died of is told in a moment
 
     def open_journal(self, anew: bool, floor: int, launch: str) -> None:
         """Where this session begins is written down, before anyone takes part. If the planner that did so is lost before its answer is
@@ -292,7 +292,7 @@ class Parts:
 
     def _wait_for_planner(self, deadline: float, timeout_s: float) -> Handle:
         with self._lock:
-            self._lock.wait_for(lambda: self._ready or self._over or self._closed, max(0.0, deadline - time.monotonic()))
+            self._lock.wait_for(lambda: self._ready or self._over or self._closed, max(0.0, deadline - self._machine.now()))
             if self._closed:
                 raise OverlordError("the session is closed")
             if self._over is not None:

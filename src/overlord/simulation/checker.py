@@ -6,7 +6,7 @@ Every violation is a sentence with step, rank and sample. ``tests/simulation`` s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ class Facts:
     steady: bool  # weights never change
     prefixes: bool  # samples come in the order of their source's stream: no look-ahead
     longest: int
+    skipped: Collection[int] = ()  # steps that people had left out: no rank is handed them
 
 
 class Held(NamedTuple):
@@ -103,7 +104,7 @@ class Checker:
                 if e.what == "reshard":
                     taken = dict.fromkeys(self.facts.places[e.words], e.step - 1)
             elif e.what == "begin":
-                wanted[e.rank] = e.step
+                wanted[e.rank] = self._from(e.step)
             elif e.what == "leave":
                 taken.pop(e.rank, None)
             elif e.what == "took":
@@ -115,7 +116,15 @@ class Checker:
                     self._say(f"step {e.step}, rank {e.rank}: step {wanted.get(e.rank)} was wanted next")
                 if e.step <= taken.get(e.rank, -1):
                     self._say(f"step {e.step}, rank {e.rank}: it was handed out again after it was taken")
-                wanted[e.rank] = e.step + 1
+                wanted[e.rank] = self._from(e.step + 1)
+            elif e.what == "refused":
+                self._say(f"step {e.step}: what people said of it in time was refused: {e.words}")
+
+    def _from(self, step: int) -> int:
+        """The first step from here on that is handed out."""
+        while step in self.facts.skipped:
+            step += 1
+        return step
 
     def _went_on(self, e: Event, taken: Mapping[int, int]) -> None:
         """A restart of the job goes on behind what all have: not a step later, or steps would be lost. Another mesh goes on behind what any
@@ -213,7 +222,7 @@ class Checker:
         there = [Counter[int]() for _ in self.facts.rows]
         whole = True
         for step, held in steps.items():
-            whole = whole and held.whole
+            whole = whole and held.whole and not any(skipped < step for skipped in self.facts.skipped)  # what those had is not seen
             for sample in held.samples():
                 if sample in seen_at:
                     self._say(f"step {step}: {_name(sample)} again, after step {seen_at[sample]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from overlord.channel.seal import unseal
 from overlord.errors import JournalError, OverlordError
@@ -14,6 +15,7 @@ from overlord.simulation.disk import SimDisk
 from overlord.simulation.history import History
 from overlord.simulation.launched import Launched
 from overlord.simulation.net import Net
+from overlord.simulation.people import People
 from overlord.simulation.scenario import STEPS, Scenario, shown, tree_of
 from overlord.simulation.striking import Script
 from overlord.simulation.trainers import Trainer
@@ -44,11 +46,13 @@ class Cluster:
         self.ranks = list(range(job.place.world_size))
         self.taken: dict[int, int] = {}
         self.states: dict[int, StreamState | Sealed] = {}  # behind each step, as its trainers would save it
+        self._heard: dict[int, int] = {}  # how much had been said by people when it was saved
         self.trainers: dict[int, Trainer] = {}
         self.error: BaseException | None = None
         self.broken: BaseException | None = None
         self.disk = SimDisk(self.world.random, store=scenario.outlives) if scenario.journal else None
         self.births: Births = {}
+        self.people = People(self, scenario.sayings)
         self.launched = Launched(self, None, 0)
         for rank in self.ranks:
             self.seat(rank, 0)
@@ -68,10 +72,10 @@ class Cluster:
 
     def took(self, rank: int, step: int, after: StreamState | Sealed) -> None:
         self.taken[rank], self._launches = step, 0
-        self.states[step] = after
+        self.states[step], self._heard[step] = after if not self.people.said else self._completed(after), self.people.said
 
     def reports(self, rank: int, step: int) -> None:
-        if self.scenario.learns:
+        if self.scenario.learns and step not in self.scenario.skipped:
             self.launched.report(rank, step)
 
     def report_late(self) -> None:
@@ -126,7 +130,8 @@ class Cluster:
             for trainer in self.trainers.values():  # the first launch failed when its journal was begun: those who wait for it go too
                 trainer.gone = True
                 trainer.process.kill()
-            self._stand_at("restart", state.step)
+            self.people.resumed(state)
+            self._stand_at("restart", state)
 
     def broke(self, error: BaseException) -> None:
         """A core raised: never to be seen."""
@@ -164,11 +169,13 @@ class Cluster:
         steps = [s for s in self.states if s <= self.slowest]
         if self.launched.host is None or not steps:
             return False
-        state = self._saved(sorted(steps)[-1 - which % min(5, len(steps))])
+        step = sorted(steps)[-1 - which % min(5, len(steps))]
+        state, said = self._saved(step), self._said_by(step)
         self._end_trainers()
         self.launched.end()
         self.session += 1
-        self._stand_at("rewind", state.step)
+        self.people.stand_at(said)
+        self._stand_at("rewind", state)
         self.launched = Launched(self, state, self.session, anew=True)
         return True
 
@@ -187,13 +194,14 @@ class Cluster:
         self.mesh = self.scenario.other_mesh(self.mesh, which)
         self.blueprint = self.blueprint.placed(tree_of(self.mesh))
         self.ranks = list(range(self.blueprint.job.place.world_size))
-        self._stand_at("reshard", state.step)
+        self._stand_at("reshard", state)
         self.launched = Launched(self, state, self.session, anew=True)
         return True
 
     def holds(self, step: int) -> bool:
-        """Whether trainers wait before a step: for another mesh, or, before the last one, for faults that must strike in every run."""
-        return step >= self._stop_at or (step >= STEPS - 1 and self.script.owes)
+        """Whether trainers wait before a step: for another mesh, for what people say to be heard, or, before the last one, for faults that
+        must strike in every run."""
+        return step >= self._stop_at or (step >= STEPS - 1 and self.script.owes) or self.people.holds(step)
 
     def call_off(self) -> None:
         """The mesh stays what it is."""
@@ -216,20 +224,33 @@ class Cluster:
         return True
 
     def _saved(self, step: int) -> StreamState:
-        """The state behind a step as a trainer saves it: with all that was said since it was planned."""
-        state = self.states[step]
-        return self.launched.log.completed(unseal(state) if isinstance(state, Sealed) else state, self.blueprint.job.names)
+        """The state behind a step as a trainer saves it: with all that was said since it was planned. What people said when all had gone
+        further is not in it: that is said again where trainers go back to it."""
+        saved = _opened(self.states[step])
+        late = self._completed(saved)
+        return late if step == self.slowest or not self.scenario.sayings else replace(late, events=saved.events)
+
+    def _said_by(self, step: int) -> int:
+        """How much of what people say is in that."""
+        return self.people.said if step == self.slowest else self._heard[step]
+
+    def _completed(self, state: StreamState | Sealed) -> StreamState:
+        return self.launched.log.completed(_opened(state), self.blueprint.job.names)
 
     def _end_trainers(self) -> None:
         if self.scenario.learns:  # what a state lacks is known to the session that ends
             self.states = {step: self._saved(step) for step in self.states}
+            self._heard = {step: self._said_by(step) for step in self.states}
         for trainer in self.trainers.values():
             trainer.gone = True
             trainer.process.kill()
 
-    def _stand_at(self, what: str, step: int) -> None:
-        self.first, self._stop_at = step, STEPS
+    def _stand_at(self, what: str, state: StreamState) -> None:
+        step = self.first = state.step
+        self._stop_at = STEPS
         self.states = {s: after for s, after in self.states.items() if s < step}
+        if step and self.scenario.sayings:  # what was said by now is in it, and nowhere else
+            self.states[step - 1], self._heard[step - 1] = state, self.people.said
         self.taken = dict.fromkeys(self.ranks, step - 1)
         self.history.add(self.world.now, what, step=step, session=self.session, words=shown(self.mesh) if what == "reshard" else "")
         for rank in self.ranks:
@@ -262,9 +283,14 @@ class Cluster:
                     if slowest != at:
                         moved, at = world.now, slowest
                         self.script.look()
+                        self.people.look()
                 if not world.step():
                     break
         finally:
             self.world.close()
             self.blueprint.close()
         return self.history
+
+
+def _opened(state: StreamState | Sealed) -> StreamState:
+    return unseal(state) if isinstance(state, Sealed) else state

@@ -126,6 +126,22 @@ class SimControl:
         assert record.handle is not None
         return record.handle
 
+    def meet(self, name: str, process: Process) -> Handle:
+        """A process that others start: calls wait until ``seat`` says who is in it."""
+        handle = self._known(name, Member(process, self)).handle
+        assert handle is not None
+        return handle
+
+    def seat(self, handle: Handle, actor: Any) -> None:
+        member = self._mine(handle).member
+        member.actor = actor
+        while member.before:
+            member.before.popleft()()
+
+    def give_up(self, handle: Handle, reason: str) -> None:
+        """Whoever waits for it is told that it is lost, whether or not it is."""
+        self._over(self._mine(handle), reason)
+
     def _known(self, name: str, member: Member) -> SimRecord:
         there, back = self._net.wire(self._owner, member.process), self._net.wire(member.process, self._owner)
         record = SimRecord(name, member, there, back)

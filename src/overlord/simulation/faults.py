@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 # A fault, and the roles it may strike.
@@ -106,6 +107,20 @@ def draw_births(r: random.Random, steps: int, faults: tuple[Fault, ...], *, jour
         loss = _fault(r, (r.choice(("kill", "kill several", "stop", "cut off")), r.choice(("loader", "constructor"))), step)
         before = [replace(birth, patience_s=0.0)] if r.random() < 0.6 else []
         more += [*before, move, replace(loss, after_s=r.random() * 0.3)]
+    return tuple(sorted((*faults, *more), key=lambda fault: fault.step))
+
+
+def draw_around(
+    r: random.Random, steps: Sequence[int], faults: tuple[Fault, ...], *, journal: bool, moves: tuple[str, ...]
+) -> tuple[Fault, ...]:  # fmt: skip
+    """The script with a loss, or with a move, at about the moment when people say something, every other time they do: while the planner is
+    being told, just before it, or when it has heard it and plans are about that were made without it."""
+    losses = [("kill", "loader"), *((kind, "planner") for kind in ("kill", "torn write", "stop", "cut off", "disk full") if journal)]
+    more = []
+    for step in (step for step in steps if r.random() < 0.5):
+        what = (r.choice(moves), "job") if r.random() < 0.4 else r.choice(losses)
+        fault = _fault(r, what, step + r.choice((0, 0, 1)))
+        more.append(replace(fault, after_s=r.choice((0.0, 0.005, 0.05)) * r.random()))
     return tuple(sorted((*faults, *more), key=lambda fault: fault.step))
 
 

@@ -54,7 +54,7 @@ class Seen:
 @dataclass(frozen=True, slots=True)
 class Event:
     """``what``: begin (a trainer asks from ``step`` on), deliver, took, end, error, leave, fault, calm, rewind, restart,
-    reshard (``words`` is the mesh from here on)."""
+    reshard (``words`` is the mesh from here on), said (what people changed has happened), refused (it was not to be)."""
 
     t: float
     what: str

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from overlord.errors import ActorLost, DataStall, OverlordError
-from overlord.messages import Opening, Report, StreamState
+from overlord.messages import Opening, Report, SetMixture, Skip, StreamState
 from overlord.planner.events import Log
 from overlord.planner.feedback import checked
 from overlord.recovery.replay import Recovered
@@ -28,6 +28,7 @@ from overlord.runtime.starting import Recipes, constructors_of, read_ahead_of, s
 from overlord.runtime.written import Beginning
 from overlord.simulation.control import START_S, Family, SimControl
 from overlord.simulation.disk import SimDisk, SimWriter
+from overlord.simulation.people import Elsewhere, Errand, Hand
 from overlord.simulation.virtual import SimMachine
 from overlord.simulation.world import Killed, Process
 
@@ -68,7 +69,7 @@ class Launched:
         self.log = Log(cluster.blueprint.job.feedback_lag)
         self.said: dict[tuple[int, int], Report] = {}
         self._accepted: dict[tuple[int, int], Report] = {}  # by a planner
-        self._mail: deque[Word] = deque()  # reports on their way to the planner, one after the other
+        self._mail: deque[Word | Errand] = deque()  # what is on its way to the planner, one after the other
         self._slowness = random.Random(cluster.scenario.seed * 3266489917 + session)
         self.incarnation, self.over = -1, False
         self.blueprint, self.hosting = cluster.blueprint, hosting_of(cluster.blueprint)
@@ -81,6 +82,11 @@ class Launched:
         self._launch = ""  # as its journal knows it, once its first planner has opened that
         self.planner = self.process
         self.host: ProcessHost | None = None
+        self.begun = False  # the first planner is there: whoever launches it has the session in hand
+        self._hand: Hand | None = None
+        self._found: list[Any] = []  # events in the journal
+        says = cluster.disk is not None and cluster.scenario.sayings
+        self._elsewhere = Elsewhere(self) if says else None
         self.start_planner()
 
     def again(self) -> Launched:
@@ -99,6 +105,8 @@ class Launched:
             self.process.on_end.append(self.planner.kill)
             planner, incarnation = self.planner, self.incarnation
             self.planner.on_end.append(lambda: world.at(world.delay(0.002), lambda: self._missed(planner, incarnation), self.process))
+        if self._elsewhere is not None:
+            self._elsewhere.starts(self.planner)
         self.machine = SimMachine(world, net, self.planner)
         self.pump = self.machine.pump("planner")
         self.control = SimControl(world, net, self.planner, self.family)
@@ -135,14 +143,18 @@ class Launched:
             return
         if incarnation != self.incarnation:
             return  # it was given up meanwhile
-        self.host = host
-        pump.start(self.cluster.broke)
+        self.host, self.begun = host, True
+        if self._elsewhere is None:
+            pump.start(self.cluster.broke)
+        else:
+            pump.start(self.cluster.broke, self._elsewhere.is_there(cast(PlannerHost, host), pump, self._found))
         if not self.incarnation:
             pump.post(lambda: host.attach(dict.fromkeys(self.cluster.ranks)))
         if self.cluster.disk is None or not self.incarnation:
             for report in self.said.values():  # that the same launch was told before
                 self._say(report)
         self._pass_on()
+        self.cluster.people.look()
 
     def _make_host(self, reason: str) -> ProcessHost:
         cluster = self.cluster
@@ -150,6 +162,7 @@ class Launched:
             return ProcessHost(self.blueprint, self._initial, self.control, self.pump, self.session, self.machine)
         journal, found = self._open_journal(cluster.disk)
         if self.incarnation:
+            self._found = found.events
             host = self._planner_host(found, self._initial, reason, self.blueprint)
             host.journal = journal
             if not found.empty:
@@ -221,15 +234,19 @@ class Launched:
 
     # To a planner in another process by the pump of this one: the next word when the one before it is heard, by this planner or the next.
 
-    def _send(self, word: Word) -> None:
+    def _send(self, word: Word | Errand) -> None:
         self._mail.append(word)
         if len(self._mail) == 1:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        if self.host is not None and self._mail:
+        if self._mail and isinstance(errand := self._mail[0], Errand):
+            if not errand.begun:
+                errand.begun = True
+                self.world.spawn(self.process, lambda: self._run(errand))
+        elif self.host is not None and self._mail:
             busy_s = 0.3 if self._slowness.random() < 0.05 else 0.001
-            word, host, pump = self._mail[0], self.host, self.pump
+            word, host, pump = cast(Word, self._mail[0]), self.host, self.pump
             self.world.at(busy_s * self._slowness.random(), lambda: pump.post(lambda: self._hear(word, host)), self.process)
 
     def _hear(self, word: Word, host: ProcessHost) -> None:
@@ -237,6 +254,28 @@ class Launched:
         if host is self.host and self._mail and self._mail[0] is word:
             self._mail.popleft()
             self._pass_on()
+
+    def _run(self, errand: Errand) -> None:
+        errand.work()
+        self._mail.popleft()
+        self._pass_on()
+
+    def say(self, event: SetMixture | Skip, answered: Callable[[OverlordError | None], None]) -> None:
+        """Of whoever has the session in hand, and waits."""
+        hand = self._hand = self._hand or Hand(self, self._elsewhere)
+
+        def work() -> None:
+            try:
+                hand.say(event)
+            except OverlordError as error:
+                answered(error)
+            else:
+                answered(None)
+
+        if self._elsewhere is None:
+            self.world.spawn(self.process, work)
+        else:
+            self._send(Errand(work))
 
     def report_late(self, rank: int, step: int) -> None:
         """What the plan of the step this rank took last would have used: nobody may use it now, also when that step is planned again."""

@@ -48,13 +48,14 @@ class Verdict:
         return "\n".join(said)
 
 
-TOLD = ("fault", "calm", "rewind", "restart", "error", "launch", "reshard")
+TOLD = ("fault", "calm", "rewind", "restart", "error", "launch", "reshard", "said", "refused")
 
 
 def undisturbed(scenario: Scenario, mesh: Mesh | None = None) -> dict[tuple[int, int], Seen]:
     """The same job in one process where nothing happens, under one mesh from its first step to its last."""
     report = scenario.report if scenario.learns else None
-    run = simulate(scenario.job(mesh), seed=1, report=report, prefetch=scenario.options["prefetch"])
+    said = [saying.event for saying in scenario.sayings]
+    run = simulate(scenario.job(mesh), seed=1, events=said, report=report, prefetch=scenario.options["prefetch"])
     return {(rank, step.step): Seen.of(step) for rank, steps in run.steps.items() for step in steps}
 
 
@@ -63,7 +64,7 @@ def facts_of(scenario: Scenario) -> Facts:
         rows=scenario.rows, content=content, weights=scenario.weights, mesh=shown(scenario.mesh),
         places={shown(mesh): _coords(mesh) for mesh in (scenario.mesh, *MESHES)},
         steps=STEPS, samples=scenario.samples, steady=scenario.steady, longest=LONGEST,
-        prefixes=scenario.look_ahead == 1 and scenario.overflow == "grow",
+        prefixes=scenario.look_ahead == 1 and scenario.overflow == "grow", skipped=scenario.skipped,
     )  # fmt: skip
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from overlord.job import Batch, Job, Source
+from overlord.messages import SetMixture, Skip
 from overlord.placetree import ClientPlaceTree
 from overlord.planner.odm import odm
 from overlord.planner.schedules import staged
-from overlord.simulation.faults import Fault, draw_births, draw_faults, draw_overlaps, draw_reshards, draw_scales
+from overlord.simulation.faults import Fault, draw_around, draw_births, draw_faults, draw_overlaps, draw_reshards, draw_scales
 from overlord.transforms.base import Tokens
 
 STEPS = 30
@@ -32,7 +33,8 @@ MESHES = (
 )  # dp, cp, tp, pp
 Mesh = tuple[int, int, int, int]
 RESHARDS, OVERLAPS, SCALES, BIRTHS = 0.3, 0.5, 0.4, 0.2  # how many seeds have such faults, of those that can
-SALT, SCALE_SALT, BIRTH_SALT = 17, 363, 3772  # with it seeds that failed before there were such faults have none of them
+SAYINGS = 0.33  # how many have people who change the job in mid-run
+SALT, SCALE_SALT, BIRTH_SALT, SAYING_SALT = 17, 363, 3772, 5460  # with it seeds that failed before there were such faults have none of them
 STRATEGIES = ("vanilla", "packed", "llm_balance", "backbone_balance")
 
 
@@ -51,6 +53,24 @@ class Rows:
 
     def __call__(self, shard: int) -> Iterator[Mapping[str, Any]]:
         return ({"tokens": np.array(content(self.source, shard, row), np.int32)} for row in range(self.shards[shard]))
+
+
+@dataclass(frozen=True, slots=True)
+class Saying:
+    """``session.set_mixture`` or ``session.skip``, said when every rank has taken ``step``; -1: as soon as the job runs."""
+
+    step: int
+    event: SetMixture | Skip
+
+    @property
+    def first(self) -> int:
+        """The first step that it changes."""
+        return self.event.at if isinstance(self.event, SetMixture) else self.event.steps[0]
+
+    def __str__(self) -> str:
+        if isinstance(self.event, Skip):
+            return f"behind step {self.step}: skip {list(self.event.steps)}"
+        return f"behind step {self.step}: weights {list(self.event.weights.values())} from step {self.event.at} on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +94,7 @@ class Scenario:
     journal: bool
     outlives: bool  # whoever is taken for dead while stopped or cut off lives on, as on another machine
     faults: tuple[Fault, ...]
+    sayings: tuple[Saying, ...] = ()  # in their order
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -87,7 +108,17 @@ class Scenario:
     @property
     def steady(self) -> bool:
         """The weights are the sources' own from the first step to the last."""
-        return not self.learns and not self.changes
+        return not self.learns and not self.changes and not any(isinstance(s.event, SetMixture) for s in self.sayings)
+
+    @property
+    def skipped(self) -> frozenset[int]:
+        """Steps that no rank is handed."""
+        return frozenset(step for s in self.sayings if isinstance(s.event, Skip) for step in s.event.steps)
+
+    @property
+    def room(self) -> int:
+        """The planner is at most so many steps ahead of the slowest rank: those it skips do not count."""
+        return int(self.options["prefetch"]) + len(self.skipped)
 
     def other_mesh(self, now: Mesh, which: int) -> Mesh:
         """What a reshard changes the mesh to."""
@@ -132,7 +163,7 @@ class Scenario:
             f"look-ahead {self.look_ahead}, overflow {self.overflow}, groups of {self.shuffle_chunks}, slices of {self.slice_rows}",
             f"  {', '.join(f'{k}={v}' for k, v in self.options.items())}, journal {'yes' if self.journal else 'no'}",
         ]
-        return "\n".join(said + [f"  {fault}" for fault in self.faults])
+        return "\n".join(said + [f"  {saying}" for saying in self.sayings] + [f"  {fault}" for fault in self.faults])
 
 
 def tree_of(mesh: Mesh) -> ClientPlaceTree:
@@ -172,7 +203,37 @@ def draw(seed: int) -> Scenario:
         slice_rows=r.choice((4, 8, 16, 32)),
         options=options, journal=journal, outlives=r.random() < 0.5, faults=draw_faults(r, STEPS, journal=journal),
     )  # fmt: skip
-    return replace(scenario, faults=_with_more(scenario, holes))
+    return _with_sayings(replace(scenario, faults=_with_more(scenario, holes)), holes)
+
+
+def _with_sayings(scenario: Scenario, holes: bool) -> Scenario:
+    """With what people change in mid-run, or without; drawn apart too."""
+    r = random.Random(scenario.seed * 2246822519 + SAYING_SALT)
+    if r.random() >= SAYINGS:
+        return scenario
+    sayings, moves = _sayings(r, scenario), _moves(scenario, holes)
+    faults = draw_around(r, [saying.step for saying in sayings], scenario.faults, journal=scenario.journal, moves=moves)
+    return replace(scenario, sayings=sayings, faults=faults)
+
+
+def _sayings(r: random.Random, scenario: Scenario) -> tuple[Saying, ...]:
+    """One to three. Each is said before any planner can have come to its first step, so that the stream does not depend on when it is
+    heard: trainers stop before that (``people.py``). The last step comes for all."""
+    kinds = [r.choice(("mixture", "mixture", "skip")) for _ in range(r.choice((1, 2, 2, 3)))]
+    sizes = [r.choice((1, 1, 2)) if kind == "skip" else 0 for kind in kinds]
+    room, made = scenario.options["prefetch"] + sum(sizes), list[Saying]()
+    for kind, size, step in zip(kinds, sizes, sorted(r.randint(-1, min(16, STEPS - 8 - room)) for _ in kinds), strict=True):
+        first = step + room + r.randint(1, 4)
+        if kind == "skip":
+            gap = r.randint(1, 2)
+            made.append(Saying(step, Skip(tuple(range(first, first + gap * size, gap)))))
+            continue
+        later = [s.first for s in made if isinstance(s.event, SetMixture) and s.first > step + room]
+        at = r.choice(later) if later and r.random() < 0.5 else first  # of two for one step the last one counts
+        weights = [float(r.choice((0, 1, 1, 2, 3, 5))) for _ in scenario.names]
+        weights[r.randrange(len(weights))] += 1.0
+        made.append(Saying(step, SetMixture(at, dict(zip(scenario.names, weights, strict=True)))))
+    return tuple(made)
 
 
 def _with_more(scenario: Scenario, holes: bool) -> tuple[Fault, ...]:
@@ -188,9 +249,14 @@ def _with_more(scenario: Scenario, holes: bool) -> tuple[Fault, ...]:
         faults = draw_scales(r, STEPS, faults)
     r = random.Random(scenario.seed * 2246822519 + BIRTH_SALT)
     if r.random() < BIRTHS:
-        may = (("rewind", True), ("restart", scenario.journal), ("reshard", not scenario.learns and not holes))
-        faults = draw_births(r, STEPS, faults, journal=scenario.journal, moves=tuple(move for move, can in may if can))
+        faults = draw_births(r, STEPS, faults, journal=scenario.journal, moves=_moves(scenario, holes))
     return faults
+
+
+def _moves(scenario: Scenario, holes: bool) -> tuple[str, ...]:
+    """What may end its sessions."""
+    may = (("rewind", True), ("restart", scenario.journal), ("reshard", not scenario.learns and not holes))
+    return tuple(move for move, can in may if can)
 
 
 def _shards(r: random.Random, rows: int) -> tuple[int, ...]:
