@@ -414,7 +414,7 @@ MUTANTS = (
         "save a state without what was said",
         "a change that people made is not in the states of steps that were planned before it",
         ((Changes, "_note", _unsaid),),
-        24,
+        67,
         lambda s: bool(s.sayings) and any(fault.kind in ("reshard", "rewind") for fault in s.faults),
     ),
     Mutant(
@@ -428,21 +428,21 @@ MUTANTS = (
         "do what was said before it is written",
         "a change that people made takes effect, and is lost with the planner",
         ((Journal, "said", _unsaid),),
-        19,
+        175,
         _says_to_planner,
     ),
     Mutant(
         "forget what was said on replay",
         "changes that people made are not read from the journal",
         ((Recovered, "state", _lose_said),),
-        19,
+        376,
         _says_to_planner,
     ),
     Mutant(
         "take for heard what was only said",
         "a planner dies while it is told of a change, and the next one is not told of it",
         ((Parts, "ask", _take_for_heard),),
-        109,
+        323,
         _says_to_planner,
     ),
 )

@@ -33,7 +33,7 @@ MESHES = (
 )  # dp, cp, tp, pp
 Mesh = tuple[int, int, int, int]
 RESHARDS, OVERLAPS, SCALES, BIRTHS = 0.3, 0.5, 0.4, 0.2  # how many seeds have such faults, of those that can
-SAYINGS = 0.33  # how many have people who change the job in mid-run
+SAYINGS = 0.15  # how many have people who change the job in mid-run
 SALT, SCALE_SALT, BIRTH_SALT, SAYING_SALT = 17, 363, 3772, 5460  # with it seeds that failed before there were such faults have none of them
 STRATEGIES = ("vanilla", "packed", "llm_balance", "backbone_balance")
 
