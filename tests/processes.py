@@ -113,17 +113,31 @@ def launch(job: ov.Job, runtime: str = PARTS, **options: Any) -> ov.Session:
 
 
 def runs(pid: int) -> bool:
+    """Whether a process is there and not just waiting to be reaped by whoever adopted it."""
+    return state_of(Path(f"/proc/{pid}/stat")) not in "ZX"
+
+
+def state_of(stat: Path) -> str:
+    """Of a process or a thread; X where it is gone, be it between opening the file and reading it."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def command_of(pid: int | str) -> str:
+    """Its command line; nothing where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def halt(pid: int, seconds: float = WAIT_S) -> None:
     """Stops a process and returns when all its threads stand: a signal is only on its way when ``os.kill`` returns."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + seconds
-    while any(stat.read_text().rpartition(")")[2].split()[0] not in "TtZX" for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
+    while any(state_of(stat) not in "TtZX" for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
         assert time.monotonic() < deadline, f"process {pid} goes on"
         time.sleep(0.002)
 

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.timeout(120)
 
 ENDS: dict[str, Any] = {"failover": False}  # a lost part ends the job
 OPENED_NOT = ActorLost if PARTS == "process" else ImportError  # Ray opens code in our hands, and what it raises comes here
-SOON_S = 3.0 if PARTS == "process" else 20.0  # a death is told in tens of milliseconds; machines are noisy
+SOON_S = 20.0  # a death is told in tens of milliseconds; machines are noisy
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_clients_elsewhere_outlive_the_session_with_what_they_have_and_nothing_e
     before = fds()
     with program(tmp_path, SERVED) as server:
         address, token, *pids = server.line().split()
-        clients = [ov.connect(address, rank, token, reconnect_s=0.3, stall_limit_s=20.0) for rank in range(2)]
+        clients = [ov.connect(address, rank, token, reconnect_s=0.3, stall_limit_s=60.0) for rank in range(2)]
         got = [[written(next(client)) for client in clients] for _ in range(5)]
         until(lambda: min(len(client._inbox) for client in clients) == 4)
         server.process.kill()

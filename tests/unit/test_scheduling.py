@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -53,6 +54,14 @@ def test_a_policy_that_somebody_chose_is_left_alone() -> None:
     assert in_thread(lambda: os.sched_setscheduler(0, os.SCHED_IDLE, idle), in_background, policy)[1:] == [False, os.SCHED_IDLE]
 
 
+def policies_of(pid: int) -> set[int]:
+    found = set()
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(ProcessLookupError):  # one that ends meanwhile
+            found.add(os.sched_getscheduler(int(thread)))
+    return found
+
+
 def test_loader_hosts_are_in_the_background_and_nobody_else(tmp_path: Path) -> None:
     if not in_thread(in_background)[0]:
         pytest.skip("this system does not have it")
@@ -62,7 +71,7 @@ def test_loader_hosts_are_in_the_background_and_nobody_else(tmp_path: Path) -> N
     with ov.launch(job, runtime="process") as session:
         assert sum(1 for _ in session.client(0)) == 4
         hosts = {part["name"]: part["pid"] for part in session.metrics()["actors"] if part["role"] == "host"}
-        found = {name: {os.sched_getscheduler(int(thread)) for thread in os.listdir(f"/proc/{pid}/task")} for name, pid in hosts.items()}
+        found = {name: policies_of(pid) for name, pid in hosts.items()}
     assert {name.split("/")[0] for name in found} == {"loader-host", "constructor-host"}
     for name, policies in found.items():
         assert (os.SCHED_BATCH in policies) == name.startswith("loader-host"), found

@@ -17,15 +17,15 @@ HELD_BYTES = 2**20  # of a file that is no Parquet: what is read of it at once
 
 
 def opened(files: list[list[str]], columns: list[list[str] | None], counts: list[int]) -> None:
-    """A worker forked as torch's DataLoader forks its own, that opens source after source and takes a batch of each. Tells its PSS
-    with nothing opened, and with so many sources open."""
+    """A worker forked as torch's DataLoader forks its own, that opens source after source and takes a batch of each. Tells what it
+    added with nothing opened, and with so many sources open."""
     import pyarrow.parquet as pq  # before the fork, as in a trainer
 
-    from overlord.observe.memory import pss_bytes
+    from overlord.observe.memory import own_bytes
 
     gc.collect()
     gc.freeze()
-    alone = pss_bytes()
+    alone = own_bytes()
     answers, ask = os.pipe()
     child = os.fork()
     if child == 0:  # pragma: no cover - its memory is looked at from outside
@@ -40,7 +40,7 @@ def opened(files: list[list[str]], columns: list[list[str] | None], counts: list
     for n in range(len(files) + 1):
         os.read(answers, 1)
         if n in (0, *counts):
-            found.append(pss_bytes() + pss_bytes(child) - alone)
+            found.append(own_bytes() + own_bytes(child) - alone)
         os.kill(child, signal.SIGUSR1 if n < len(files) else signal.SIGKILL)
     os.waitpid(child, 0)
     _say({"bytes": found})
@@ -58,13 +58,13 @@ def _open(pq: Any, path: str, columns: list[str] | None) -> Any:
 def connected(address: str, token: str, steps: int) -> None:
     """A client: what it adds to its process, without steps; then, when told to go on, tokens and bytes of so many steps."""
     import overlord as ov
-    from overlord.observe.memory import pss_bytes
+    from overlord.observe.memory import own_bytes
 
     connect = ov.connect
     gc.collect()
-    before = pss_bytes()
+    before = own_bytes()
     client = connect(address, 0, token)
-    added = pss_bytes() - before
+    added = own_bytes() - before
     next(client)  # hosts have begun
     _say({"bytes": added})
     sys.stdin.readline()
