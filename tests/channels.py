@@ -126,9 +126,9 @@ class Story:
 
 
 @contextlib.contextmanager
-def watched_story() -> Iterator[Story]:
+def watched_story(silence_s: float = SOON_S) -> Iterator[Story]:
     """A server with a well-behaved link, which must still work at the end; and then no file that anyone passed is open."""
-    with Story(silence_s=0.5) as story:
+    with Story(silence_s=silence_s) as story:
         gc.collect()
         files = len(os.listdir("/proc/self/fd"))
         with dialled(story.address) as good:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import threading
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from overlord.channel import dialling
 from overlord.channel.address import Address
-from overlord.channel.handshake import HELLO, MAGIC, PREFIX, REFUSED, VERSION
+from overlord.channel.handshake import HELLO, LATER, MAGIC, PREFIX, REFUSED, VERSION, client_side, refusal
 from overlord.channel.server import MAX_PENDING, dial
 from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
-from tests.channels import SOON_S, TOKEN, Story, dialled, exactly, raw_silent, wait_until, watched_story
+from tests.channels import SOON_S, TOKEN, Story, dialled, exactly, message, raw_silent, wait_until, watched_story
 
 
 @pytest.fixture
@@ -75,9 +77,9 @@ def test_a_recorded_proof_is_worth_nothing_the_second_time(story: Story):
         assert _refusal(sock) == "wrong token"
 
 
-def _refusal(sock: socket.socket) -> str:
+def _refusal(sock: socket.socket, wanted: int = REFUSED) -> str:
     _, _, kind, size = PREFIX.unpack(exactly(sock, PREFIX.size))
-    assert kind == REFUSED
+    assert kind == wanted
     return exactly(sock, size).decode()
 
 
@@ -157,12 +159,59 @@ def test_what_is_no_handshake_is_refused(story: Story, what: str, transport: str
     assert len(story.opened) == 1
 
 
-def test_a_peer_that_says_nothing_or_not_enough_is_cut(story: Story):
-    with raw_silent(Address.parse(story.address)) as silent, raw_silent(Address.parse(story.address), "tcp") as halting:
+def test_a_peer_that_says_nothing_or_not_enough_is_cut():
+    with watched_story(silence_s=2.0) as story, contextlib.ExitStack() as sockets:
+        silent, halting = (sockets.enter_context(raw_silent(Address.parse(story.address), how)) for how in ("unix", "tcp"))
         halting.sendall(PREFIX.pack(MAGIC, VERSION, HELLO, 32) + bytes(5))
         for sock in (silent, halting):
-            assert "did not finish the handshake" in _refusal(sock)
-            assert sock.recv(1) == b""
+            assert "did not finish the handshake" in _refusal(sock, LATER)
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_client_that_stood_still_in_its_handshake_comes_again(monkeypatch: pytest.MonkeyPatch, transport: str):
+    """Not when its trainer is to end for it: whoever was paused for some seconds says so by nothing else."""
+    with Story(silence_s=1.0) as story:
+        tries = []
+
+        def halting(token: str, hello: dict[str, Any], peer: str) -> Any:
+            tries.append(peer)
+            inner = client_side(token, hello, peer)
+            step = next(inner)
+            while True:
+                answer = yield step
+                if len(tries) == 1 and not isinstance(step, bytes):
+                    wait_until(lambda: not story.server._pending)
+                try:
+                    step = inner.send(answer)
+                except StopIteration as done:
+                    return done.value
+
+        monkeypatch.setattr(dialling, "client_side", halting)
+        with dialled(story.address, transport) as link:
+            link.send(message(1))
+            story.wait(lambda s: s.got)
+        assert len(tries) == 2
+
+
+def test_a_server_that_takes_nobody_for_now_is_told_of_when_time_is_over():
+    def full(listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            with sock:
+                sock.sendall(refusal("no room", later=True))
+                sock.shutdown(socket.SHUT_WR)
+                sock.recv(1000)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=full, args=(listener,), daemon=True).start()
+        with pytest.raises(DataStall, match=r"to take a connection, which it refuses for now \(no room\)"):
+            dial(f"overlord://127.0.0.1:{listener.getsockname()[1]}/full", TOKEN, {}, timeout_s=1.0)
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_hundreds_of_connections_that_say_nothing_keep_nobody_out():
@@ -174,7 +223,7 @@ def test_hundreds_of_connections_that_say_nothing_keep_nobody_out():
             link.send("through")
             story.wait(lambda s: "through" in s.got)
         assert len(story.server._pending) <= MAX_PENDING
-        assert "too many connections" in _refusal(crowd[0])
+        assert "too many connections" in _refusal(crowd[0], LATER)
         for sock in crowd:
             sock.close()
         wait_until(lambda: not story.server._pending)

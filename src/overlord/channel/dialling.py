@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import time
 from typing import Any
 
 from overlord.channel.address import HAS_SHARED_MEMORY, Address, shown, tune
-from overlord.channel.handshake import client_side
+from overlord.channel.handshake import Later, client_side
 from overlord.channel.link import MAX_HELD, SocketLink
 from overlord.channel.ring import Ring
 from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
 
 TRANSPORTS = ("auto", "unix", "tcp")
 MAX_HOLD = 2**16
+AGAIN_S = 0.1  # until the next try, where a server has no room or time just now
 
 
 def dial(
@@ -24,10 +26,22 @@ def dial(
     if transport not in TRANSPORTS:
         raise OverlordError(f"transport {transport!r}: wanted one of {', '.join(TRANSPORTS)}")
     deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _dial(address, token, {"hello": hello, "name": name}, deadline, timeout_s, ring, transport)
+        except Later as later:  # this process stood still for seconds, or a thousand others came first: nothing that should end a trainer
+            if time.monotonic() + AGAIN_S > deadline:
+                raise DataStall(f"{shown(address)} to take a connection, which it refuses for now ({later.reason})", timeout_s) from None
+        time.sleep(AGAIN_S)
+
+
+def _dial(
+    address: str, token: str, hello: dict[str, Any], deadline: float, timeout_s: float, ring: Ring | None, transport: str
+) -> tuple[SocketLink, dict[str, Any]]:  # fmt: skip
     where = shown(address)
     sock = _connect(Address.parse(address), transport, deadline)
     try:
-        said = _greet(sock, where, token, {"hello": hello, "name": name}, deadline, timeout_s)
+        said = _greet(sock, where, token, hello, deadline, timeout_s)
         welcome, hold = said.get("welcome"), said.get("hold")
         if not isinstance(welcome, dict) or type(hold) is not int or not 0 <= hold <= MAX_HOLD:
             raise LinkRefused(where, "its answer holds no welcome")
@@ -72,7 +86,8 @@ def _greet(sock: socket.socket, address: str, token: str, hello: dict[str, Any],
         while True:
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             if isinstance(step, bytes):
-                sock.sendall(step)
+                with contextlib.suppress(BrokenPipeError):  # it has hung up: why is there to be read
+                    sock.sendall(step)
                 step = next(steps)
                 continue
             some = sock.recv(step - len(answer))

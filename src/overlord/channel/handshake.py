@@ -24,7 +24,7 @@ from overlord.errors import LinkRefused
 VERSION = 1
 MAGIC = b"overlord"
 PREFIX = struct.Struct("<8sHHI")
-HELLO, CHALLENGE, PROOF, WELCOME, REFUSED = range(1, 6)
+HELLO, CHALLENGE, PROOF, WELCOME, REFUSED, LATER = range(1, 7)
 NONCE_BYTES = 32
 MAX_BODY = 2**16
 SILENCE_S = 5.0  # a peer that says nothing for so long is cut
@@ -46,8 +46,12 @@ def _packet(kind: int, body: bytes) -> bytes:
     return PREFIX.pack(MAGIC, VERSION, kind, len(body)) + body
 
 
-def refusal(text: str) -> bytes:
-    return _packet(REFUSED, text.encode()[:1024])
+class Later(LinkRefused):
+    """Refused for now: not for who it is, but for when it came, or how long it took. It may come again."""
+
+
+def refusal(text: str, *, later: bool = False) -> bytes:
+    return _packet(LATER if later else REFUSED, text.encode()[:1024])
 
 
 def _proof(token: str, role: bytes, nonces: bytes, said: bytes) -> bytes:
@@ -61,12 +65,12 @@ def _read(wanted: int, peer: str, body_bytes: int | None = None) -> Generator[in
         raise LinkRefused(peer, f"wanted Overlord's handshake, found {magic!r}: this is another kind of service")
     if version != VERSION:
         raise LinkRefused(peer, f"it speaks version {version} of the channel, this side version {VERSION}; run the same Overlord on both")
-    limit = MAX_BODY if body_bytes is None or kind == REFUSED else body_bytes
+    limit = MAX_BODY if body_bytes is None or kind in (REFUSED, LATER) else body_bytes
     if size > limit:
         raise LinkRefused(peer, f"wanted a handshake message of at most {limit} bytes, found {size}")
     body = (yield size) if size else b""
-    if kind == REFUSED:
-        raise LinkRefused(peer, body.decode(errors="replace")[:1024])
+    if kind in (REFUSED, LATER):
+        raise (LinkRefused if kind == REFUSED else Later)(peer, body.decode(errors="replace")[:1024])
     if kind != wanted or (body_bytes is not None and size != body_bytes):
         raise LinkRefused(peer, f"wanted handshake message {wanted}, found {kind} of {size} bytes")
     return body

@@ -170,7 +170,7 @@ class Server:
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
         while (oldest := next(iter(self._pending.values()), None)) and oldest.deadline <= now:
-            self._refuse(oldest, f"it did not finish the handshake in {self._silence_s:g} s")
+            self._refuse(oldest, f"it did not finish the handshake in {self._silence_s:g} s", later=True)
         for link in [x for x in self._leaving if x.linger_until <= now or not x.waiting]:
             self.drop(link, link.reason)
         if self._paused_until and self._paused_until <= now:
@@ -187,7 +187,7 @@ class Server:
                     self._pause(e)
                 return  # nothing more, or a connection that has gone again
             if len(self._pending) >= MAX_PENDING:
-                self._refuse(next(iter(self._pending.values())), "too many connections that say nothing")
+                self._refuse(next(iter(self._pending.values())), "too many connections that say nothing", later=True)
             tune(sock)
             pending = Pending(sock, _name_of(sock, where), self._token, time.monotonic() + self._silence_s)
             self._pending[sock.fileno()] = pending
@@ -197,7 +197,7 @@ class Server:
         """This process may open no more files: connections wait a while, those that say nothing make room."""
         log.warning("cannot accept connections: %s", error.strerror)
         if self._pending:
-            self._refuse(next(iter(self._pending.values())), "no room")
+            self._refuse(next(iter(self._pending.values())), "no room", later=True)
         if not self._paused_until:
             self._paused_until = time.monotonic() + 0.2
             for sock in self._listeners:
@@ -235,9 +235,10 @@ class Server:
         link.begin(welcome)
         return None
 
-    def _refuse(self, pending: Pending, reason: str) -> None:
+    def _refuse(self, pending: Pending, reason: str, *, later: bool = False) -> None:
+        """``later``: it may come again, as one that stood still in the middle of its handshake does."""
         with contextlib.suppress(OSError):
-            pending.say(refusal(reason))
+            pending.say(refusal(reason, later=later))
         self._forget(pending)
 
     def _forget(self, pending: Pending) -> None:
