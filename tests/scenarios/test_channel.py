@@ -362,3 +362,29 @@ def test_a_host_that_the_environment_names_and_this_machine_has_not_is_told_with
     said = "cannot serve at 192.0.2.1:0: .*an address of this machine, and OVERLORD_INTERFACE in the environment names this one"
     with pytest.raises(OverlordError, match=said):
         Server(token=TOKEN, on_message=lambda link, value: None, host="192.0.2.1")
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_server_that_has_caught_up_has_read_what_lay_there(transport: str):
+    """The one who said it may be dead by then, and nobody can ask it again."""
+    stands, goes_on = threading.Event(), threading.Event()
+    with Story() as story:
+        hears = story.server._on_message
+
+        def stand(link: Any, value: Any) -> None:
+            hears(link, value)
+            if value == "stand":
+                stands.set()
+                goes_on.wait(SOON_S)
+
+        story.server._on_message = stand
+        with dialled(story.address) as other:
+            link = dialled(story.address, transport)
+            story.wait(lambda s: len(s.opened) == 2)
+            other.send("stand")
+            assert stands.wait(SOON_S)  # it has looked, and the other link had nothing to say
+            link.send("last words")
+            link.close()
+            threading.Timer(0.1, goes_on.set).start()
+            assert story.server.caught_up(SOON_S)
+            assert story.got[-1] == "last words"

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
@@ -20,7 +21,7 @@ from overlord.channel.link import CLOSES
 from overlord.client.remote import RemoteInbox
 from overlord.errors import LinkRefused, OverlordError
 from overlord.runtime.serving import Served
-from tests.processes import until
+from tests.processes import PARTS, halt, hosts_of, until
 from tests.scenarios.test_serving import found, runtimes, trainer
 from tests.unit.test_session import content, job, launch, take, whole_run
 
@@ -172,3 +173,35 @@ def test_who_connects_while_another_rank_moves_the_session_gets_its_steps(runtim
         assert [as_json(steps) for steps in got] == wanted
         first.close()
         second.close()
+
+
+def test_who_comes_again_while_its_constructor_host_stands_still_goes_on_when_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told to begin at a step that is kept no longer, and ended by that, though nothing was lost."""
+    monkeypatch.setattr("overlord.runtime.process.TAKEN_S", 0.2)
+    monkeypatch.setattr("overlord.runtime.planned.TAKEN_S", 0.2)
+    wanted = [as_json(whole_run(job(n=60), rank)) for rank in range(2)]
+    with launch(job(n=60), runtime=PARTS, constructor_hosts=1, prefetch=4, build_ahead=4, lost_after_s=60.0) as session:
+        served = session.serve()
+        other = ov.connect(served, 1, served.token)
+        got = died(trainer(served, 0, TAKE_AND_DIE.format(n=3)))  # rank 1 takes nothing: what rank 0 took is told to nobody
+        pid, taken_by = hosts_of(session)["constructor-host/0"], type(session._host).taken_by  # type: ignore[attr-defined]
+        asked: list[int] = []
+
+        def counted(host: Any, rank: int) -> Any:
+            asked.append(rank)
+            return taken_by(host, rank)
+
+        monkeypatch.setattr(type(session._host), "taken_by", counted)
+        halt(pid)
+        with ThreadPoolExecutor(2) as beside:
+            try:
+                coming = beside.submit(ov.connect, served, 0, served.token)
+                until(lambda: len(asked) >= 2)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            again = coming.result(60)
+            rest = beside.submit(take, again, len(wanted[0]) - 3)
+            assert as_json(take(other, len(wanted[1]))) == wanted[1]
+            assert got + as_json(rest.result(60)) == wanted[0]
+        for client in (again, other):
+            client.close()

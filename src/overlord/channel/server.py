@@ -133,6 +133,13 @@ class Server:
         self._todo.append(work)
         self._bell.ring()
 
+    def caught_up(self, timeout_s: float) -> bool:
+        """Waits until what lay in the sockets of its links when this was called has been read: whoever asks what a peer said last, and
+        knows that it said it, must not be answered before that is heard."""
+        done = threading.Event()
+        self.later(lambda: self.later(done.set))  # the round under way may have looked before; the next one has not
+        return done.wait(timeout_s)
+
     @property
     def in_its_thread(self) -> bool:
         return threading.get_ident() == self._thread.ident
@@ -156,7 +163,7 @@ class Server:
                     self._greet(key.data)
                 else:
                     key.data()
-            while self._todo:
+            for _ in range(len(self._todo)):  # what these leave to be done is for the next round
                 self._todo.popleft()()
             self._look_at_the_clock()
         self._end()

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 from weakref import WeakSet
@@ -40,11 +41,24 @@ def connect(
     address, rank, token = _given(address, rank, token)
     asking = Asking(address, token, rank, timeout_s=timeout_s)
     try:
-        started = asking.ask("start", timeout_s=timeout_s)
+        started = _started(asking, timeout_s)
         return _Connected(asking, started, timeout_s, reconnect_s).client(stall_warn_s, stall_limit_s, on_stall)
     except BaseException:
         asking.close()
         raise
+
+
+def _started(asking: Asking, timeout_s: float) -> Mapping[str, Any]:
+    """Where the rank begins. What the session itself waits for, a host that stands still, may come while there is time."""
+    deadline, fault = time.monotonic() + timeout_s, None
+    while True:
+        try:
+            found: Mapping[str, Any] = asking.ask("start", timeout_s=max(0.01, deadline - time.monotonic()))
+            return found
+        except DataStall as stall:
+            if time.monotonic() >= deadline:
+                raise fault or stall from None
+            fault = stall
 
 
 def _given(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:

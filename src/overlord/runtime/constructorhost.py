@@ -33,6 +33,8 @@ from overlord.runtime.delivery import Delivery, Slabs
 from overlord.runtime.gathering import Gathering, check_payload
 from overlord.runtime.hostactor import HostActor, Settings
 
+HEARD_S = 5.0  # for what clients have said to be read: longer than who asks waits at a time
+
 
 class ConstructorHost(HostActor):
     """The constructors of some buckets, and the memory their clients read from."""
@@ -202,7 +204,10 @@ class ConstructorHost(HostActor):
         return self._pump.ask(say, "the constructor host's pump", 1.0)
 
     def taken(self, rank: int) -> int:
-        """The last step that the rank's client took; the planner hears of it when the slowest has."""
+        """The last step that the rank's client took; the planner hears of it when the slowest has. One that died may have said so in
+        words that were not read yet, and whoever comes in its place would be told a step that is kept no longer."""
+        for server in self._servers:
+            server.caught_up(HEARD_S)
         return self._delivery.taken(rank)
 
     def gauge(self) -> list[tuple[int, float]]:

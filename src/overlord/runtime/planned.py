@@ -269,16 +269,22 @@ class PlannedEngine:
             self._outside[host] = self._of_host(host, wait_s, "listen", *self._door)
         return self._outside[host]
 
-    def taken_by(self, rank: int) -> int:
-        """The last step that a rank's client took, as its constructor host knows."""
-        host, control = self._constructor(rank), self._parts.control
+    def taken_by(self, rank: int) -> int | None:
+        """The last step that a rank's client took, as its constructor host knows. None: it is being replaced, and what it alone knew is
+        not known any more. ``DataStall``: it lives, and does not say."""
+        host, control = self._parts.hosts.get(self._constructor_name(rank)), self._parts.control
+        if host is None or not host.alive:
+            return None
         try:
             return int(control.get(control.call(host, "taken", rank), TAKEN_S))
         except ActorLost:
-            raise self._missed(host.name) from None
+            return None
+
+    def _constructor_name(self, rank: int) -> str:
+        return f"constructor-host/{self._parts.constructor_of[self._bucket_of[rank]]}"
 
     def _constructor(self, rank: int) -> Any:
-        name = f"constructor-host/{self._parts.constructor_of[self._bucket_of[rank]]}"
+        name = self._constructor_name(rank)
         host = self._parts.hosts.get(name)
         if host is None or not host.alive:
             raise self._missed(name)

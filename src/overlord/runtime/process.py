@@ -295,12 +295,16 @@ class ProcessHost(Scaling):
             raise self._starting(self._constructor(rank))
         return found, ""
 
-    def taken_by(self, rank: int) -> int:
-        """The last step that a client took, as its constructor host knows, which tells when the slowest has moved on. Not in the pump."""
+    def taken_by(self, rank: int) -> int | None:
+        """The last step that a client took, as its constructor host knows, which tells when the slowest has moved on. Not in the pump.
+        None: it is being replaced, and what it alone knew is not known any more. ``DataStall``: it lives, and does not say."""
         remote = self._constructor(rank)
         if remote.lost:
-            raise self._starting(remote)
-        taken: int = self._control.get(self._control.call(remote.handle, "taken", rank), TAKEN_S)
+            return None
+        try:
+            taken: int = self._control.get(self._control.call(remote.handle, "taken", rank), TAKEN_S)
+        except ActorLost:
+            return None
         return taken
 
     def inbox(self, rank: int, next_step: int) -> InsideBox:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from overlord.channel.address import Address
 from overlord.channel.ring import Ring
 from overlord.client.client import Box, State
-from overlord.errors import ActorLost, DataStall, JobError, OverlordError
+from overlord.errors import DataStall, JobError, OverlordError
 from overlord.messages import Stage
 from overlord.runtime.delivery import MOVED, Delivery, Outbox, Slabs
 from overlord.runtime.front import Elsewhere, FrontDoor, Seat, where_it_stands
@@ -251,18 +251,14 @@ class Serving:
 
     def _catch_up(self, rank: int) -> None:
         """A rank that comes again goes on behind the last step it took. Its constructor host tells of it when the slowest rank has
-        moved on, which may be later."""
+        moved on, which may be later. One that lives and does not say is waited for: who began at an older step would be refused."""
         session = self._session
         with session._lock:
             host, before = session._host, session._taken.get(rank, -1)
         if not hasattr(host, "taken_by"):
             return
-        try:
-            step = host.taken_by(rank)
-        except (ActorLost, DataStall) as fault:  # it is being replaced: what it alone knew is not known any more
-            log.debug("rank %d: %s", rank, fault)
-            return
-        if step > before and host is session._host:
+        step = host.taken_by(rank)
+        if step is not None and step > before and host is session._host:
             self.took(rank, step)
 
     def _address(self, rank: int) -> tuple[str, str]:

@@ -226,7 +226,7 @@ def _hosts(job: Job, n: int) -> dict[str, float]:
             child.say("go on")
             took = child.hear()
             spent = _cpu_s(pids["constructor-host/0"]) - began
-            memory = session.metrics()["memory"]
+            memory = _told(session)["memory"]
             held = memory["ready"] + memory["kept"] + memory.get("sending", 0)
             return {
                 "client_bytes": max(0, client["bytes"]), "planner_bytes": memory["roles"]["session"],
@@ -234,6 +234,19 @@ def _hosts(job: Job, n: int) -> dict[str, float]:
                 "constructor_bytes": max(0, _resident(pids["constructor-host/0"]) - max(memory["slabs"], memory["assembled"])),
                 "built_bytes": took["bytes"] / max(1, took["tokens"]), "build_s": spent / max(1, took["tokens"]),
             }  # fmt: skip
+
+
+def _told(session: Any) -> dict[str, Any]:
+    """What all hosts tell; one that does not answer at once is asked again."""
+    deadline = time.monotonic() + CHILD_S
+    while True:
+        found: dict[str, Any] = session.metrics()
+        silent = [f"{a['name']} ({a['state']})" for a in found["actors"] if a["role"] == "host" and a["state"] != "running"]
+        if not silent:
+            return found
+        if time.monotonic() > deadline:
+            raise OverlordError(f"a dummy loading job: wanted what hosts hold, found no answer in {CHILD_S:.0f} s of {', '.join(silent)}")
+        time.sleep(0.1)
 
 
 def _sloped(few: dict[str, float], many: dict[str, float], n: int, m: int) -> dict[str, float]:
