@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import overlord as ov
+from overlord.channel.handshake import Later
 from overlord.errors import (
     ActorLost,
     DataStall,
@@ -811,7 +812,7 @@ ERRORS: list[OverlordError] = [
     TransformError("web", "Map", "no", "mend it"), PlanError("bad", 3, "mend it"), StateMismatch({"seed": ("1", "2")}, "mend it"),
     DataStall("rain", 3.5, 7, 2), ActorLost("the pump", "it was stopped"), JournalError("a/b", "torn", "mend it"),
     JournalTaken("a/b", "taken", "stop"),
-    FrameError("cut off", "value[3]", "mend it"), LinkRefused("overlord://a:1/b", "wrong token"),
+    FrameError("cut off", "value[3]", "mend it"), LinkRefused("overlord://a:1/b", "wrong token"), Later("overlord://a:1/b", "too many come at once"),
 ]  # fmt: skip
 
 
