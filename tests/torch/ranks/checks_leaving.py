@@ -46,9 +46,10 @@ class Clock:
 def waits_in_vain(wanted: str) -> DataStall:
     """A join that warns that it waits for these, and then gives up."""
     clock = Clock(wanted)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(DataStall, match=f"for {wanted}") as stall:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("overlord.runtime.join.time", clock)
-        ot.join(job(PLACE, SERVED), timeout_s=LIMIT_S, stall_warn_s=0.3, on_stall=clock.on_stall)
+        with pytest.raises(DataStall, match=f"for {wanted}") as stall:
+            ot.join(job(PLACE, SERVED), timeout_s=LIMIT_S, stall_warn_s=0.3, on_stall=clock.on_stall)
     assert clock.warned[-1].startswith(wanted)
     return stall.value
 
