@@ -66,6 +66,12 @@ def take(client: ov.Client, n: int) -> list[Any]:
     return [content(next(client)) for _ in range(n)]
 
 
+def next_when(asked: threading.Event, client: ov.Client) -> ov.Step:
+    """Says that it is asked for."""
+    asked.set()
+    return next(client)
+
+
 def rest(client: ov.Client) -> list[Any]:
     return [content(step) for step in client]
 
@@ -214,8 +220,7 @@ def test_ctrl_c_inside_next_loses_no_step() -> None:
         with launch(job(strategy=patient, dp=1)) as session:
             client = session.client(0)
             with pytest.raises(KeyboardInterrupt):
-                asked.set()
-                next(client)
+                next_when(asked, client)
             hold.set()
             assert [step for step, _ in take(client, 3)] == [0, 1, 2]
     finally:
@@ -821,7 +826,7 @@ ERRORS: list[OverlordError] = [
     TransformError("web", "Map", "no", "mend it"), PlanError("bad", 3, "mend it"), StateMismatch({"seed": ("1", "2")}, "mend it"),
     DataStall("rain", 3.5, 7, 2), ActorLost("the pump", "it was stopped"), JournalError("a/b", "torn", "mend it"),
     JournalTaken("a/b", "taken", "stop"),
-    FrameError("cut off", "value[3]", "mend it"), LinkRefused("overlord://a:1/b", "wrong token"), Later("overlord://a:1/b", "too many come at once"),
+    FrameError("cut off", "value[3]", "mend it"), LinkRefused("overlord://a:1/b", "wrong token"), Later("overlord://a:1/b", "too many"),
 ]  # fmt: skip
 
 
