@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable
@@ -30,12 +31,17 @@ def descendants(pid: int) -> list[int]:
     found, todo = [], [pid]
     while todo:
         found.append(todo.pop())
-        try:
-            for task in Path(f"/proc/{found[-1]}/task").iterdir():
+        for task in _tasks(found[-1]):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile: others may have children
                 todo += [int(child) for child in (task / "children").read_text().split()]
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
     return found
+
+
+def _tasks(pid: int) -> list[Path]:
+    try:
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def _own_cpu(pid: int) -> float:

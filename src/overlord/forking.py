@@ -145,5 +145,7 @@ def die_with_parent() -> None:
 
 
 def how_it_ended(code: int | None) -> str:
-    """An exit code in words."""
-    return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+    """An exit code in words; None: the fork server, which knows it, has not said it in time."""
+    if code is None:
+        return "it is not known how"
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

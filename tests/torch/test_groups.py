@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from itertools import combinations
 
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from overlord.errors import DataStall, JobError
 from overlord.placetree import BROADCASTS, ClientPlaceTree
+from overlord.torch import frames
 from overlord.torch.frames import Wire
 from overlord.torch.groups import make_group, service_of
 
@@ -65,21 +65,28 @@ def test_a_broken_broadcast_is_told_in_a_sentence(rank: int, degree: int, whom: 
 
 
 class Late:
-    """A broadcast that no other rank takes part in."""
+    """A broadcast that no other rank takes part in, and the time, which passes while it is waited for."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
 
     def is_completed(self) -> bool:
         return False
 
     def wait(self, timeout: timedelta) -> None:
-        time.sleep(min(0.005, timeout.total_seconds()))
+        self.now += min(0.005, timeout.total_seconds())
         raise RuntimeError("timed out")
 
 
-def test_who_waits_for_a_broadcast_says_so_before_it_gives_up() -> None:
+def test_who_waits_for_a_broadcast_says_so_before_it_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "time", late := Late())
     said: list[tuple[str, float]] = []
     service = service_of(ClientPlaceTree(tp=2), 1, "DP", ("TP",))
     wire = Wire(service, None, torch.device("cpu"), 0.5, stall_warn_s=0.01, on_stall=lambda words, seconds: said.append((words, seconds)))
     with pytest.raises(DataStall, match="rank 0 to broadcast"):
-        wire._wait(Late(), "rank 0 to broadcast")
+        wire._wait(late, "rank 0 to broadcast")
     assert [words for words, _ in said] == ["rank 0 to broadcast"]
-    assert 0.01 <= said[0][1] < 0.5
+    assert 0.01 <= said[0][1] < 0.02

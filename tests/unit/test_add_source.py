@@ -16,6 +16,7 @@ from overlord.errors import JobError, OverlordError, PlanError, SourceError, Sta
 from overlord.messages import AddSource, Cursor, SetMixture
 from overlord.runtime.bootstrap import Blueprint, Options
 from overlord.simulation.engine import Add, Delays, VirtualExecutor, _Rank
+from tests.processes import until
 from tests.worlds import Rows
 
 pytestmark = pytest.mark.timeout(60)
@@ -423,6 +424,7 @@ def test_a_step_that_is_planned_or_none_and_a_job_that_ended_are_refused() -> No
     with launch(job(), prefetch=2) as session:
         client = session.client(0)
         take(client, 4)
+        until(lambda: session._host.planner.open_step == 6)
         with pytest.raises(PlanError, match="step 3 is planned already; the first step that can still change is 6"):
             session.add_source(source("c"), at=3)
         with pytest.raises(PlanError, match="whole numbers"):

@@ -87,6 +87,36 @@ def test_whatever_is_raised_while_it_writes_is_told_to_all_who_wait(
     assert "_no_memory" in caplog.text
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_append_that_outlasts_the_closing_lets_go_of_the_journal_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    under_way, gate, real = threading.Event(), threading.Event(), directory._sync_data
+
+    def slow(fd: int) -> None:
+        under_way.set()
+        assert gate.wait(30)
+        _stale(fd) if fails else real(fd)
+
+    writer = Writer(Log.create(tmp_path, JOB), lambda: None)
+    writer.wait(writer.put([plan(0)]))
+    monkeypatch.setattr(directory, "_sync_data", slow)
+    writer.put([plan(1)])
+    assert under_way.wait(30)
+    writer.put([plan(2)])
+    assert not writer.close(0.01)
+    with pytest.raises(JournalError, match="writes to it"):
+        Log.open(tmp_path, JOB)
+    gate.set()
+    assert writer._thread is not None
+    writer._thread.join(30)
+    assert writer.close(30), "a second time"
+    monkeypatch.undo()
+    again, found = Log.open(tmp_path, JOB)
+    with again:
+        assert [record.number for record in found] in ([[0], [0, 1]] if fails else [[0, 1, 2]])
+
+
 # pruning
 
 

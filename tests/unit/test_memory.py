@@ -2,37 +2,63 @@
 
 from __future__ import annotations
 
-import mmap
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from overlord.observe.memory import own_bytes, pss_bytes
 
+pytestmark = pytest.mark.timeout(60)
 MB = 2**20
-MAPS = """
+# Bare interpreters: of what this process has of libraries, others that come and go take tens of MB.
+DOES = """
 import mmap, sys
-with open(sys.argv[1], "rb") as file:
-    held = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    sum(held[::4096])
+held = []
+for what in sys.stdin:
+    if what == "map\\n":
+        with open(sys.argv[1], "rb") as file:
+            held.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        sum(held[-1][::4096])
+    elif what == "write\\n":
+        held.append(bytearray(64 * 2**20))
+        held[-1][::4096] = b"x" * len(held[-1][::4096])
     print(flush=True)
-    sys.stdin.readline()
 """
+
+
+@contextmanager
+def bare(path: Path) -> Iterator[Any]:
+    """A process, and how to have it do something."""
+    program = [sys.executable, "-S", "-c", DOES, path]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def does(what: str) -> None:
+            process.stdin.write(f"{what}\n")
+            assert process.stdout.readline(), "it ended"
+
+        does("begin")
+        yield process.pid, does
+        process.stdin.close()
 
 
 def test_what_was_written_does_not_move_with_who_else_maps_a_file(tmp_path: Path) -> None:
     path = tmp_path / "library"
     path.write_bytes(bytes(64 * MB))
-    written, all_of_it = own_bytes(), pss_bytes()
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as held:
-        sum(held[::4096])
-        assert pss_bytes() - all_of_it > 48 * MB
-        with subprocess.Popen([sys.executable, "-c", MAPS, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-            assert other.stdout is not None
-            other.stdout.readline()
-            assert 16 * MB < pss_bytes() - all_of_it < 48 * MB, "half of it is the other's now"
-            other.communicate(b"\n")
-        assert own_bytes() - written < 8 * MB
-    some = bytearray(64 * MB)
-    some[::4096] = b"x" * len(some[::4096])
-    assert own_bytes() - written > 48 * MB
+    with bare(path) as (pid, does):
+        written, all_of_it = own_bytes(pid), pss_bytes(pid)
+        does("map")
+        assert pss_bytes(pid) - all_of_it > 48 * MB
+        with bare(path) as (_, other_does):
+            other_does("map")
+            assert 16 * MB < pss_bytes(pid) - all_of_it < 48 * MB, "half of it is the other's now"
+        assert own_bytes(pid) - written < 8 * MB
+        does("write")
+        assert own_bytes(pid) - written > 48 * MB
+    assert 0 < own_bytes() < pss_bytes(), "of this process, where none is named"

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 import overlord as ov
 from overlord.cli import cli
 from overlord.loader.reader import ReaderStats
-from overlord.runtime import partitioning, profiles
+from overlord.runtime import journalling, partitioning, profiles
 from overlord.runtime.bootstrap import Blueprint, Options
 from overlord.runtime.partitioning import hosting_of, loads_of, partition_of, profiled
 from overlord.runtime.probing import Bounds, fingerprint_of, measure
@@ -27,6 +27,12 @@ from tests.worlds import Rows
 
 pytestmark = pytest.mark.timeout(60)
 WORDS = ["a", "few", "words", "of", "text"]
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Journals are opened again by the process that closed them: a sync that takes longer than a second must not be in the way."""
+    monkeypatch.setattr(journalling, "CLOSE_S", 30.0)
 
 
 def busy(row: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +100,9 @@ def measured(made: ov.Job, **bounds: Any) -> list[SourceProfile]:
 
 
 def test_a_profile_tells_a_slow_transform_from_a_light_one(corpus: Path) -> None:
-    light, slow = measured(job(source(corpus), source(corpus, "slow", ov.Map(busy, rows=True), ov.Tokens("tokens"))), rows=200)
+    made = job(source(corpus), source(corpus, "slow", ov.Map(busy, rows=True), ov.Tokens("tokens")))
+    lights, slows = zip(*(measured(made, rows=200) for _ in range(3)), strict=True)
+    light, slow = (min(some, key=lambda p: p.transform_s) for some in (lights, slows))
     assert light.samples == slow.samples == 200
     assert slow.transform_s > 5 * light.transform_s > 0
     assert light.read_s > 0

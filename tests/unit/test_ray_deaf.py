@@ -12,8 +12,7 @@ import pytest
 
 from overlord.runtime import ray_deaf
 from overlord.runtime.ray_deaf import hang_up, not_waited_for
-
-WAIT_S = 30.0
+from tests.processes import WAIT_S, until
 
 
 class Line:
@@ -56,6 +55,7 @@ def test_who_waits_goes_on_and_no_other_is_disturbed(lines: tuple[Line, Line], c
     deaf.near.sendall(b"I leave")
     with not_waited_for(deaf.path, 0.05):
         assert hears(deaf.near) == [b""]
+    until(lambda: caplog.records)  # it is said behind that
     assert [r.getMessage() for r in caplog.records] == [
         "Ray's process of this node has not answered for 0.05 s that this program leaves it, which is not waited for"
     ]

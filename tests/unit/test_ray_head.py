@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -25,9 +24,23 @@ class Answers:
             raise ConnectionRefusedError
 
 
+class Time:
+    """It passes where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_head, "LOOK_S", 0.001)
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    monkeypatch.setattr(ray_head, "time", made := Time())
+    return made
 
 
 def test_one_that_comes_back_was_waited_for() -> None:
@@ -38,8 +51,8 @@ def test_one_that_comes_back_was_waited_for() -> None:
 
 def test_one_that_stays_away_is_given_up_in_words_and_not_waited_for_again() -> None:
     answers = Answers(False)
-    head = Head("10.0.0.1:6379", answers, patience_s=0.02)
-    with pytest.raises(OverlordError, match=r"the head of the Ray cluster at 10\.0\.0\.1:6379 has answered nothing for 0 s.*its journal"):
+    head = Head("10.0.0.1:6379", answers, patience_s=20.0)
+    with pytest.raises(OverlordError, match=r"the head of the Ray cluster at 10\.0\.0\.1:6379 has answered nothing for 20 s.*its journal"):
         head.wait()
     before = answers.asked
     with pytest.raises(OverlordError, match="head of the Ray cluster"):
@@ -48,17 +61,17 @@ def test_one_that_stays_away_is_given_up_in_words_and_not_waited_for_again() -> 
 
 
 def test_its_patience_begins_anew_when_it_has_answered() -> None:
-    head = Head("h:1", Answers(False, True, False), patience_s=0.02)
+    head = Head("h:1", Answers(False, True, False), patience_s=20.0)
     assert not head.answers()
     assert head.wait()
     with pytest.raises(OverlordError, match="head of the Ray cluster"):
         head.wait()
 
 
-def test_one_that_nobody_has_asked_since_may_have_been_there() -> None:
-    head = Head("h:1", Answers(False, False, True), patience_s=0.02)
+def test_one_that_nobody_has_asked_since_may_have_been_there(time: Time) -> None:
+    head = Head("h:1", Answers(False, False, True), patience_s=20.0)
     assert not head.answers()
-    time.sleep(0.05)
+    time.sleep(21.0)
     assert head.wait(), "it is waited for as if it had never been missed"
 
 

@@ -17,10 +17,12 @@ import pyarrow as pa
 import pytest
 
 from overlord.errors import ActorLost, DataStall, JobError, TransformError
+from overlord.forking import how_it_ended
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Tokens
 from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.text import Tokenize, build_encoder
 from overlord.transforms.worker import TransformWorker
+from tests.processes import WAIT_S, left_after
 
 
 @pytest.fixture(scope="module")
@@ -574,7 +576,8 @@ def test_an_error_in_the_worker_is_the_same_error_here(tokenizer: str):
 
 
 @pytest.mark.parametrize("how", ["killed", "left"])
-def test_a_worker_that_dies_is_named(how: str, tokenizer: str):
+def test_a_worker_that_dies_is_named(how: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("overlord.transforms.worker.CLOSE_S", WAIT_S)  # how it ended is the fork server's to say
     with TransformWorker(pipeline(Map(leave if how == "left" else upper), Tokenize(tokenizer)), "transforms of 'web' (1)") as worker:
         if how == "killed":
             assert worker.pid is not None
@@ -585,13 +588,17 @@ def test_a_worker_that_dies_is_named(how: str, tokenizer: str):
             worker.row_stage(pa.table({"text": ["a"]}))
 
 
+def test_how_a_process_ended_is_said_as_far_as_it_is_known():
+    assert [how_it_ended(code) for code in (-9, 3, None)] == ["killed by signal 9", "exit code 3", "it is not known how"]
+
+
 def test_a_worker_that_does_not_answer_is_given_up_at_its_deadline(tokenizer: str):
     worker = TransformWorker(pipeline(Map(slow), Tokenize(tokenizer)))
     worker.set_deadline(0.05)
     pid = worker.pid
     with pytest.raises(DataStall, match="transforms of 'web', slice stage"):
         worker.slice_stage(pa.table({"text": ["a"]}), ids(1))
-    assert not alive(pid)
+    assert left_after([pid], WAIT_S) == []
 
 
 def test_a_function_that_cannot_cross_to_a_process_is_refused_with_the_way_out(tokenizer: str):
@@ -604,7 +611,7 @@ def test_closing_leaves_no_process(tokenizer: str):
     pid = worker.pid
     worker.close()
     worker.close()
-    assert not alive(pid)
+    assert left_after([pid], WAIT_S) == []
     del worker
     gc.collect()
 
@@ -616,14 +623,5 @@ def test_a_worker_ends_when_its_parent_is_killed(tokenizer: str):
         "print(w.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=60, check=False, cwd=Path(__file__).parents[2])
-    # The pipe that printed the number is also the child's: it has ended when reading it to its end is done.
-    assert not alive(int(done.stdout))
-
-
-def alive(pid: int | None) -> bool:
-    assert pid is not None
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
+    # The pipe that printed the number is also the child's: it is about to be gone when reading it to its end is done.
+    assert left_after([int(done.stdout)], WAIT_S) == []

@@ -42,7 +42,8 @@ class Writer:
         self.unpruned = ""  # what could not be removed at the last pruning, why, and what to do
         self.appends, self.seconds = 0, 0.0
         self._changed = threading.Condition(threading.RLock())
-        self._closed = False
+        self._closed = self._ended = False  # ended: its thread has
+        self._late = False  # it is closed, and its thread has still to write: then that one closes the log
         self._thread: threading.Thread | None = None
         self._sweeping: threading.Thread | None = None
 
@@ -58,7 +59,7 @@ class Writer:
                 self._sweep([order])
                 return self._given
             if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name="overlord-journal", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="overlord-journal", daemon=True)
                 self._thread.start()
             self._orders.append(order)
             self._changed.notify_all()
@@ -74,6 +75,15 @@ class Writer:
                 raise JournalError(
                     self._log.shown, f"an append took longer than {timeout_s:g} s", "look at the disk or the store, then resume"
                 )
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        finally:
+            with self._changed:
+                self._ended = True
+                if self._late:
+                    self._log.close()
 
     def _loop(self) -> None:
         while True:
@@ -154,7 +164,8 @@ class Writer:
         return failed
 
     def close(self, timeout_s: float) -> bool:
-        """Write what waits, and stop; whether that was done in time. The log is still open."""
+        """Write what waits, and stop; whether that was done in time. Then the log is still open; else it is closed when that is done, so
+        that this process, too, can open the journal again."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -162,5 +173,7 @@ class Writer:
             self._thread.join(timeout_s)
             if self._sweeping is not None:
                 self._sweeping.join(timeout_s)  # what it does not come to is left to the next pruning
-            return not self._thread.is_alive()
+            with self._changed:
+                self._late = not self._ended
+            return not self._late
         return True

@@ -262,7 +262,7 @@ class Journal(Unwritten):
             with contextlib.suppress(JournalError):  # it only says what is sure
                 self._append([*self._pending, checkpoint.acked(max(taken, self._acked))])
                 self._acked = max(taken, self._acked)
-        if self._writer.close(CLOSE_S) and self._log is not None:
+        if self._writer.close(CLOSE_S) and self._log is not None:  # else it is closed behind the append
             self._log.close()
 
 

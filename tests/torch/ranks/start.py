@@ -59,10 +59,12 @@ def run_rank(module: str, out: Path, seconds: float) -> int:
     return 0
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _free_port() -> socket.socket:
+    """One that nobody else is given while this is bound to it; rank 0 can listen there all the same."""
+    probe = socket.socket()
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(("127.0.0.1", 0))
+    return probe
 
 
 def _fork(rank: int, world: int, port: int, module: str, out: Path, seconds: float) -> int:
@@ -87,7 +89,7 @@ def main(world: int, module: str, out: Path, seconds: float) -> int:
     for name in (module, *LOADED):  # once, for all
         importlib.import_module(name)
     deadline, port = time.monotonic() + seconds, _free_port()
-    pids = {_fork(rank, world, port, module, out, seconds): rank for rank in range(world)}
+    pids = {_fork(rank, world, port.getsockname()[1], module, out, seconds): rank for rank in range(world)}
     codes: dict[int, int] = {}
     while pids and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)

@@ -9,10 +9,10 @@ import pytest
 
 from tests.torch.ranks.launching import start
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)
 
 
 def test_those_whom_a_dead_fetcher_served_are_told_who_is_gone(tmp_path: Path) -> None:
-    world = start(4, "tests.torch.ranks.checks_killed", tmp_path, seconds=40)
+    world = start(4, "tests.torch.ranks.checks_killed", tmp_path, seconds=100)
     assert world.codes[1] == -signal.SIGKILL, world.log
     assert "rank 1, which fetches for this one" in (tmp_path / "said").read_text(), world.log
