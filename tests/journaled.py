@@ -17,10 +17,10 @@ from overlord.journal.directory import Directory
 from overlord.journal.log import read_all
 from overlord.recovery.checkpoint import Interval
 from overlord.recovery.replay import Recovered
-from overlord.runtime import journalling
+from overlord.runtime import journalling, parts
 from overlord.runtime.journalling import entries
 from tests.corpus import write_rows
-from tests.processes import WAIT_S
+from tests.processes import WAIT_S, until
 
 STEPS = 9
 SAY, AT = 2, 6  # when so many steps were taken, the mixture is changed from that step on; and one is skipped
@@ -75,8 +75,9 @@ def digest(step: ov.Step) -> str:
 
 
 def train(made: ov.Job, note: Callable[[list[Any]], Any], **options: Any) -> None:
-    """All steps that come; ``note`` is told of each when the trainer has it, and of what was said and acknowledged."""
-    said = options.pop("said", False)
+    """All steps that come; ``note`` is told of each when the trainer has it, and of what was said and acknowledged. ``then``: done before
+    the session is left."""
+    said, then = options.pop("said", False), options.pop("then", lambda session: None)
     with ov.launch(made, prefetch=2, stall_limit_s=WAIT_S, **options) as session:
         client = session.client(0)
         first = session._start_state.step
@@ -91,6 +92,7 @@ def train(made: ov.Job, note: Callable[[list[Any]], Any], **options: Any) -> Non
                 session.skip([SKIPPED])
                 said = True
                 note(["said"])
+        then(session)
     note(["ends"])
 
 
@@ -192,6 +194,7 @@ def small_segments() -> None:
 
 def child(order: dict[str, Any]) -> None:
     small_segments()
+    parts.LEAVE_S = journalling.CLOSE_S = WAIT_S  # what was taken is perhaps written when the session is left, and looked for then
     if order["number"] >= 0:
         die_at(order["number"], order["moment"])
     out = os.open(order["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -202,7 +205,12 @@ def child(order: dict[str, Any]) -> None:
         if what[:2] == ["step", order["last"]]:
             _die()
 
-    train(made, note, resume=order["resume"], runtime=order["runtime"], said=order["said"])
+    def heard(session: ov.Session) -> None:
+        """A planner in another process hears a moment later what was taken; what it has not heard it does not write."""
+        if order["runtime"] != "local":
+            until(lambda: session._host._parts.acked == STEPS - 1)  # type: ignore[attr-defined]
+
+    train(made, note, resume=order["resume"], runtime=order["runtime"], said=order["said"], then=heard)
 
 
 def main() -> None:

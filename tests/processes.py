@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,6 +158,22 @@ def hosts_left(pids: list[int], seconds: float) -> list[int]:
 def hosts_of(session: ov.Session) -> dict[str, int]:
     """Processes of a session by name."""
     return {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] == "host"}
+
+
+def heard(session: ov.Session, *, lost: Collection[str] = ()) -> dict[str, Any]:
+    """Metrics to which every host has answered, but for those that are lost: of one that stands for longer than it is waited for nothing
+    is in them."""
+
+    def all_of(found: dict[str, Any]) -> bool:
+        return all(a["state"] == "running" for a in found["actors"] if a["role"] == "host" and a["name"] not in lost)
+
+    found: dict[str, Any] = until(lambda: m if all_of(m := session.metrics()) else None)
+    return found
+
+
+def but_for_late(err: str) -> str:
+    """What a program said on stderr, without those of its processes that had to be killed at its end: they get half a second to leave."""
+    return "".join(line for line in err.splitlines(keepends=True) if "did not leave in" not in line)
 
 
 def until(what: Callable[[], Any], seconds: float = WAIT_S) -> Any:

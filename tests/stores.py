@@ -195,7 +195,7 @@ class Proxy:
         self.released = threading.Event()  # ends stalls, so that no thread is left
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"proxy": self})
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._http = _Server(("127.0.0.1", 0), handler)
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
@@ -227,6 +227,10 @@ class Proxy:
     def note(self, request: _Handler, status: str | int) -> None:
         with self._lock:
             self.seen.append(Seen(request.command, request.path, request.headers.get("Range", ""), str(status)))
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # many connect at once: those that a full queue drops come again after a second
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import overlord as ov
+from overlord.sources.patience import Clock, Tally
 from tests.corpus import write_rows
 from tests.processes import PARTS
 from tests.storejobs import BIG, FORMATS, ROWS, in_order
@@ -47,15 +50,29 @@ def the_proxy(server: S3Server) -> Iterator[Proxy]:
 
 @pytest.fixture
 def proxy(server: S3Server, the_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
-    """An environment in which everything goes to the server by way of the proxy, with time-outs that tests can wait for."""
+    """An environment in which everything goes to the server by way of the proxy. Time-outs that none meets whose requests
+    go well: how many there were is counted. Tests of requests that do not have shorter ones."""
     for name in [n for n in os.environ if n.startswith(FOREIGN) or n.lower() in PROXIES]:
         monkeypatch.delenv(name)
     for name, value in server.environment(the_proxy.url).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "20")
-    monkeypatch.setenv("OVERLORD_STORE_TIMEOUT_S", "0.5")
+    monkeypatch.setenv("OVERLORD_STORE_TIMEOUT_S", "20")
     the_proxy.reset()
     return the_proxy
+
+
+@pytest.fixture
+def impatient(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may come back is not waited for: pauses between tries take no time, they only count. What goes well has all of its own."""
+    init, slept = Tally.__init__, threading.local()  # each thread by itself: no other one is late for it
+
+    def sleep(seconds: float) -> None:
+        slept.s = getattr(slept, "s", 0.0) + seconds
+
+    clock = Clock(now=lambda: time.monotonic() + getattr(slept, "s", 0.0), sleep=sleep)
+    monkeypatch.setattr(Tally, "__init__", lambda tally, source="", _=clock: init(tally, source, clock))
+    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "5")
 
 
 @pytest.fixture(scope="session")

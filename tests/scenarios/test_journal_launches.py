@@ -15,7 +15,7 @@ from overlord.errors import JournalError, JournalTaken
 from overlord.runtime.parts import Parts
 from overlord.runtime.planned import PlannedEngine
 from tests.journaled import recovered
-from tests.processes import PARTS, WAIT_S, Played, hosts_of, launch, play, run
+from tests.processes import PARTS, WAIT_S, Played, hosts_of, launch, play, run, until
 from tests.scenarios.test_planner_process import planner_of
 from tests.scenarios.test_process import APART as HOSTS
 from tests.scenarios.test_process import job
@@ -40,6 +40,11 @@ def store(proxy: Proxy) -> str:
     return f"s3://{BUCKET}/launches/{next(_count)}"
 
 
+def at_rest(journal: str) -> None:
+    """Whoever took six steps of a job writes no more: else it would find at its next plan that another has the journal."""
+    until(lambda: recovered(journal).next_step == 6 + APART["prefetch"])
+
+
 def rest(session: ov.Session) -> tuple[dict[int, list[int]], list[Exception]]:
     """The steps that each rank still gets, and what it ends with."""
     got, ends = {rank: list[int]() for rank in range(2)}, list[Exception]()
@@ -56,6 +61,7 @@ def test_a_job_whose_planner_is_lost_does_not_take_its_journal_back(alone: Playe
     made = job(until=STEPS, journal=store)
     with launch(made, **APART) as old:
         play(old, steps=6)
+        at_rest(store)
         with launch(made, resume="auto", **APART) as new:
             assert new.resumed is not None
             first = new.resumed.step
@@ -70,6 +76,7 @@ def test_a_job_whose_planner_is_lost_does_not_take_its_journal_back(alone: Playe
             for steps in got.values():
                 assert steps == list(range(6, 6 + len(steps))), "none is left out"
             behind = play(new)
+            until(lambda: recovered(store).acked == STEPS - 1)  # who leaves has a second to say so, which may be too short
         assert not behind.error
         assert {r: before.steps[r] + behind.steps[r] for r in range(2)} == alone.behind(first - 1)
     assert recovered(store).acked == STEPS - 1
@@ -80,6 +87,7 @@ def test_a_session_that_is_moved_does_not_take_its_journal_back(alone: Played, s
     made = job(until=STEPS, journal=store)
     with launch(made, **APART) as old:
         play(old, steps=6)
+        at_rest(store)
         saved = old.state_dict()
         with launch(made, resume="auto", **APART) as new:
             before = play(new, steps=4)
@@ -94,6 +102,7 @@ def test_a_session_in_one_process_does_not_take_its_journal_back_either(store: s
     made = job(until=STEPS, journal=store)
     with launch(made, "local", prefetch=2) as old:
         play(old, steps=6)
+        at_rest(store)
         saved = old.state_dict()
         with launch(made, "local", resume="auto", prefetch=2) as new:
             play(new, steps=4)

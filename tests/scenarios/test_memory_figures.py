@@ -11,7 +11,7 @@ import pytest
 import overlord as ov
 from overlord.observe.metrics import pss_by_role
 from tests.corpus import write_rows
-from tests.processes import PARTS
+from tests.processes import PARTS, heard, until
 
 pytestmark = pytest.mark.timeout(120)
 ROWS = [{"tokens": list(range(1 + i % 40)), "n": i} for i in range(400)]
@@ -35,7 +35,7 @@ def figures(job: ov.Job, runtime: str, **options: Any) -> dict[str, Any]:
         for _ in range(3):
             for client in clients:
                 next(client)
-        return session.metrics()
+        return heard(session)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,10 @@ def test_every_process_counts_once_by_its_role_and_every_byte_by_its_source(
     assert all(s["bytes"] > 0 for s in sources.values())
 
 
+def all_answered(figures: dict[str, Any]) -> bool:
+    return all(host["state"] == "running" for host in figures["hosts"])
+
+
 def unchanged(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
@@ -74,7 +78,7 @@ def test_a_worker_process_that_loaders_share_counts_once(tmp_path: Path) -> None
     with ov.launch(replace(job, sources=(apart, job.sources[1])), runtime=PARTS, **options) as session:
         for client in [session.client(rank) for rank in range(2)]:
             next(client)
-        found = session._figures()
+        found = until(lambda: f if all_answered(f := session._figures()) else None)
     workers = {row["worker_pid"]: row["worker_pss"] for row in found["loaders"] if row["worker"]}
     assert sum(row["worker"] for row in found["loaders"]) == 4
     assert len(workers) == 1

@@ -33,7 +33,7 @@ def journal(tmp_path: Path) -> str:
     return str(tmp_path / "journal")
 
 
-def asked(patch: pytest.MonkeyPatch, wanted: str, act: Callable[[Parts, Callable[[], Any]], Any]) -> list[str]:
+def asked(patch: pytest.MonkeyPatch, wanted: str, act: Callable[[Parts, Callable[..., Any]], Any]) -> list[str]:
     """The first time that the planner is asked this, ``act`` does so; it is given what would be done. Returns what is left to do."""
     ask, todo = Parts.ask, [wanted]
 
@@ -41,7 +41,7 @@ def asked(patch: pytest.MonkeyPatch, wanted: str, act: Callable[[Parts, Callable
         if method not in todo:
             return ask(parts, method, *args, **settings)
         todo.clear()
-        return act(parts, lambda: ask(parts, method, *args, **settings))
+        return act(parts, lambda **more: ask(parts, method, *args, **settings, **more))
 
     patch.setattr(Parts, "ask", asks)
     return todo
@@ -147,30 +147,18 @@ def test_where_a_source_that_joined_is_read_is_known_once(journal: str, monkeypa
 # given up
 
 
-def stalled(parts: Parts, go: Callable[[], Any]) -> Any:
-    """It stands still, for longer than anyone waits for its answer, and goes on then."""
+def stalled(parts: Parts, go: Callable[..., Any]) -> Any:
+    """It stands still, for longer than its answer is waited for, and goes on then."""
     planner = parts.planner
     assert planner is not None
     assert planner.pid is not None
     halt(planner.pid)
     try:
-        return go()
+        return go(timeout_s=1.0)
     finally:
         os.kill(planner.pid, signal.SIGCONT)
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers of events are waited for one second."""
-    ask = Parts.ask
-
-    def soon(parts: Parts, method: str, *args: Any, **settings: Any) -> Any:
-        return ask(parts, method, *args, **({"timeout_s": 1.0} if method in ("event", "add_source") else {}), **settings)
-
-    monkeypatch.setattr(Parts, "ask", soon)
-
-
-@pytest.mark.usefixtures("impatient")
 def test_a_mixture_that_was_given_up_and_changed_all_the_same_is_in_states(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with launch(job(until=40, journal=journal), **APART, lost_after_s=WAIT_S) as session:
         clients, parts = clients_of(session), parts_of(session)
@@ -187,7 +175,6 @@ def test_a_mixture_that_was_given_up_and_changed_all_the_same_is_in_states(journ
     assert run(replace(job(until=40), journal=None), "local", resume=saved).steps == lived.steps
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_source_that_was_given_up_and_joined_all_the_same_is_part_of_the_job(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with launch(job(until=40, journal=journal), **APART, lost_after_s=WAIT_S) as session:
         clients = clients_of(session)
@@ -205,7 +192,6 @@ def test_a_source_that_was_given_up_and_joined_all_the_same_is_part_of_the_job(j
         ahead(clients, 4)
 
 
-@pytest.mark.usefixtures("impatient")
 def test_what_is_said_behind_something_that_was_given_up_comes_behind_it(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two changes for one step the last one counts, in states as in the planner; and sources that join have numbers."""
     with launch(job(until=40, journal=journal), **APART, lost_after_s=WAIT_S) as session:
@@ -348,7 +334,7 @@ def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(
     """The next planner has nothing to do with it yet: it gave it up when it did not answer, as one that hangs."""
     start = Recipes.loader_host
 
-    with launch(job(until=60, journal=journal), **APART, lost_after_s=1.0) as session:
+    with launch(job(until=60, journal=journal), **APART, lost_after_s=8.0) as session:
         clients, parts = clients_of(session), parts_of(session)
         ahead(clients, 3)
 

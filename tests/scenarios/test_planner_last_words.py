@@ -23,6 +23,7 @@ from overlord.runtime.plankit import PlannerBlueprint
 from overlord.runtime.planned import PlannedEngine
 from overlord.runtime.serving import Serving
 from overlord.runtime.starting import Recipes
+from tests.journaled import recovered
 from tests.processes import WAIT_S, Played, halt, launch, play, run, until, written
 from tests.scenarios import test_scaling as scaling
 from tests.scenarios.test_process import APART as HOSTS
@@ -120,7 +121,9 @@ def test_a_state_is_loaded_however_long_another_planner_takes_that_waits_for_a_h
         assert pid is not None
         halt(pid)
         engine.kill("planner")
-        write(engine, beginning)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(Parts.ask.__kwdefaults__, "timeout_s", 1.0)
+            write(engine, beginning)
 
     with launch(job(until=STEPS, journal=journal), **APART, lost_after_s=3.0) as session:
         clients = [session.client(rank) for rank in range(2)]
@@ -129,7 +132,6 @@ def test_a_state_is_loaded_however_long_another_planner_takes_that_waits_for_a_h
         take(clients, 3, {0: [], 1: []})
         with monkeypatch.context() as patch:
             patch.setattr(PlannedEngine, "write_beginning", dies)
-            patch.setitem(Parts.ask.__kwdefaults__, "timeout_s", 1.0)
             session.load_state_dict(saved)
         assert play(session).steps == alone.behind(1)
 
@@ -147,6 +149,7 @@ def test_a_planner_that_is_lost_while_a_state_is_loaded_begins_at_that_state(
             dies(patch)
             session.load_state_dict(saved)
         assert play(session).steps == alone.behind(1)
+        until(lambda: recovered(journal).acked == STEPS - 1)  # who leaves has a second to say so, which may be too short
     with launch(job(until=STEPS, journal=journal), resume="auto", **APART) as session:
         assert session.resumed is not None
         assert session.resumed.step == STEPS, "the journal, too, knows of the session that was moved"
@@ -282,12 +285,13 @@ def test_a_rank_that_leaves_while_another_planner_is_long_in_coming_is_not_waite
         take([staying, leaving], 3, got)
         monkeypatch.setattr(Parts, "_is_ready", waits)
         assert Parts.ask.__kwdefaults__ is not None
-        monkeypatch.setattr(Parts.ask, "__kwdefaults__", {**Parts.ask.__kwdefaults__, "timeout_s": 0.2})  # else one waits for 25 s
         first = parts_of(session).planner
         session.kill("planner")
         until(lambda: parts_of(session).planner is not first)  # what it is started with is known by now
-        leaving.close()
-        session._pump.ask(lambda: None, "what was asked of the planner to be given up")
+        with monkeypatch.context() as patch:
+            patch.setitem(Parts.ask.__kwdefaults__, "timeout_s", 0.2)  # else one waits for 25 s
+            leaving.close()
+            session._pump.ask(lambda: None, "what was asked of the planner to be given up")
         go.set()
         take([staying], STEPS - 3, got)
     assert got[0] == alone.steps[0]
@@ -490,6 +494,7 @@ def test_a_source_that_could_not_join_is_not_in_the_journal_of_the_next_planner(
         assert more.first(3, session._blueprint.fingerprint).fingerprint == session._blueprint.fingerprint  # of one that dies meanwhile
         session.kill("planner")
         take(clients, 12, {0: [], 1: []})
+        until(lambda: recovered(journal).acked == 13)
     with launch(made, resume="auto", **APART) as session:
         assert session.resumed is not None
         assert session.resumed.step == 14

@@ -18,7 +18,7 @@ import overlord as ov
 from overlord.constructor.compact import IDS
 from overlord.hashing import digest
 from tests.golden.jobs import FILE, jobs
-from tests.processes import PARTS, Played, hosts_of, launch, play, run, written
+from tests.processes import PARTS, Played, heard, hosts_of, launch, play, run, written
 from tests.properties.test_combined import LAG, Scene
 from tests.properties.test_feedback import Chaser, trainer
 from tests.worlds import Rows, World, folder
@@ -324,7 +324,7 @@ def test_a_source_moves_with_its_worker_processes() -> None:
 
 
 def workers(session: ov.Session) -> set[int]:
-    return {a["pid"] for a in session.metrics()["actors"] if a["role"] == "worker"}
+    return {a["pid"] for a in heard(session)["actors"] if a["role"] == "worker"}
 
 
 def test_a_move_that_cannot_be_is_refused_in_words_and_changes_nothing(undisturbed: Played) -> None:

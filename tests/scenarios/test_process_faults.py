@@ -25,6 +25,8 @@ from tests.processes import (
     KILLED,
     PARTS,
     Played,
+    but_for_late,
+    heard,
     hosts_left,
     hosts_of,
     launch,
@@ -89,7 +91,7 @@ def test_a_loader_host_that_is_killed_ends_the_job_at_the_same_step_for_all(alon
             assert (error.name, error.reason) == ("loader-host/1", KILLED)
             assert before.steps[rank] + steps == alone.steps[rank][: 5 + len(steps)]
         assert len(ends[0][0]) == len(ends[1][0]) == 4, "what was complete was delivered, to all"
-        states = {a["name"]: a["state"] for a in session.metrics()["actors"] if a["role"] == "host"}
+        states = {a["name"]: a["state"] for a in heard(session, lost=["loader-host/1"])["actors"] if a["role"] == "host"}
         assert states.pop("loader-host/1") == KILLED
         assert set(states.values()) == {"running"}
     assert not hosts_left(list(hosts.values()), SOON_S)
@@ -175,7 +177,7 @@ def test_clients_elsewhere_outlive_the_session_with_what_they_have_and_nothing_e
     clients.clear()
     del got, steps, error, ends, client
     gc.collect()
-    assert fds() <= before
+    until(lambda: fds() <= before)
     assert "memfd:overlord" not in Path("/proc/self/maps").read_text(), "no shared memory stays mapped"
 
 
@@ -191,7 +193,7 @@ def test_a_session_that_closes_tells_clients_elsewhere(tmp_path: Path) -> None:
             assert [step[0] for step in steps] == [1, 2, 3]
             assert str(error) == "the session is closed"
         assert not left_after(list(map(int, pids)), SOON_S)
-        assert server.end()[2] == ""
+        assert but_for_late(server.end()[2]) == ""
 
 
 TRAINS = """
@@ -226,7 +228,7 @@ def test_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
         assert time.monotonic() - start < SOON_S
         assert code != 0
         assert err.count("Traceback") == 1
-        assert err.strip().endswith("KeyboardInterrupt")
+        assert but_for_late(err).strip().endswith("KeyboardInterrupt")
         assert not left_after(pids, SOON_S)
 
 
@@ -253,7 +255,7 @@ def test_a_program_that_just_ends_leaves_nothing_and_says_nothing(tmp_path: Path
     with program(tmp_path, trains(PLAIN, then)) as trainer:
         pids = list(map(int, trainer.line().split()))
         code, out, err = trainer.end()
-        assert (code, out, err) == (0, "", "")
+        assert (code, out, but_for_late(err)) == (0, "", "")
         assert not left_after(pids, SOON_S)
     assert not [p for root in ("/tmp", tempfile.gettempdir()) for p in Path(root).glob(f"ov-ray-{trainer.pid}-*")], "nor files of a cluster"
 
@@ -288,7 +290,7 @@ def test_sessions_leave_no_open_file_and_no_thread() -> None:
             play(session)
     del session
     gc.collect()
-    assert fds() <= before
+    until(lambda: fds() <= before)  # what a thread holds that is about to end
     until(lambda: threading.active_count() <= threads)
 
 
@@ -398,4 +400,4 @@ def test_a_transform_that_wants_to_end_the_program_is_an_error_of_its_source() -
             assert isinstance(error, SourceError)
             assert "source 'm'" in str(error)
             assert "SystemExit: enough; a transform must not end the program" in str(error)
-        assert all(a["state"] == "running" for a in session.metrics()["actors"] if a["role"] == "host")
+        heard(session)  # they live on

@@ -152,9 +152,8 @@ def test_few_requests_are_made(proxy, corpus, format, most):
 
 
 @pytest.mark.parametrize("runtime", ["here", "command line"])
-def test_keys_are_in_nothing_that_a_job_says_or_writes(proxy, server, corpus, tmp_path, caplog, capfd, monkeypatch, runtime):
+def test_keys_are_in_nothing_that_a_job_says_or_writes(proxy, server, corpus, tmp_path, caplog, capfd, monkeypatch, impatient, runtime):
     """A store that quotes signatures and keys in its errors; whatever the failing job leaves behind is searched for them."""
-    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "1")
     made = job(S3, ("parquet", "jsonl.zst"), name="secretive")
     proxy.faults = [
         Fault(503, times=2, path="list-type", tells=True),
@@ -177,6 +176,7 @@ def test_keys_are_in_nothing_that_a_job_says_or_writes(proxy, server, corpus, tm
     else:
         made = replace(made, sources=[replace(s, transforms=[ov.Tokens("tokens")]) for s in made.sources])
         (tmp_path / "job.yaml").write_text(made.to_yaml())
+        monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "3")  # which it waits for, and which ends what goes well, too
         env = {**os.environ, "OVERLORD_CACHE": str(tmp_path / "cache"), "RUST_LOG": "debug", "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-m", "overlord.cli", "run", str(tmp_path / "job.yaml")]
         done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)

@@ -224,15 +224,16 @@ class Parts:
         """A planner that answers nothing, or does nothing, is killed; then it is missed like any other. One who is being started is watched
         too, once its process is there."""
         lost_after_s = self.blueprint.options.lost_after_s
-        still, beat, of = 0, Future[Any](), self._beating
+        still, answers, beat, of = 0, False, Future[Any](), self._beating
         beat.set_result(True)
         while not self._stop.wait(lost_after_s / TICKS):
             self._end_stopped()
             planner = self._beating
-            still = 0 if planner is not of or _moves(beat) else still + 1
+            moves = planner is not of or _moves(beat)
+            still, answers = (0, False) if moves else (still + 1, answers or beat.done())  # the last answer may be on its way
             if still >= TICKS and planner is not None:
                 for_s = f"for {lost_after_s:g} s"
-                self._end_for(planner, self._stuck(planner, for_s) if beat.done() else f"it answered nothing {for_s}")
+                self._end_for(planner, self._stuck(planner, for_s) if answers else f"it answered nothing {for_s}")
             if (planner is not of or beat.done()) and planner is not None:
                 beat = self.control.call(planner, "beat")
             of = planner

@@ -1,0 +1,80 @@
+"""What a planner is killed for that stands still: it says nothing, or its process answers and its pump does not come to an end."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from overlord.runtime.parts import TICKS, Parts
+
+SILENT, STUCK = "it answered nothing for 2 s", "it plans, and does not come to an end for 2 s: step 6, in mine"
+
+
+class Control:
+    """Whoever is asked answers as told, so many ticks later: True, it has moved; False, it has not; None, never."""
+
+    def __init__(self, answers: list[tuple[bool | None, int]]):
+        self.answers, self.now, self.asked = answers, 0, list[tuple[int, bool, Future[Any]]]()
+
+    def call(self, planner: Any, method: str) -> Future[Any]:
+        future = Future[Any]()
+        if method == "doing":
+            future.set_result("step 6, in mine")
+        elif self.answers and (given := self.answers.pop(0))[0] is not None:
+            self.asked.append((self.now + given[1], bool(given[0]), future))
+        return future
+
+    def get(self, future: Future[Any], timeout_s: float) -> Any:
+        return future.result(0)
+
+    def wait(self, seconds: float) -> bool:
+        """A tick."""
+        assert seconds == 2.0 / TICKS
+        self.now += 1
+        for at, answer, future in self.asked:
+            if at <= self.now and not future.done():
+                future.set_result(answer)
+        return self.now > 30
+
+
+def killed_for(*answers: tuple[bool | None, int]) -> list[tuple[int, str]]:
+    """When a planner is killed that answers so, in ticks, and for what."""
+    parts, control, ends = Parts.__new__(Parts), Control(list(answers)), list[tuple[int, str]]()
+    parts.blueprint = SimpleNamespace(options=SimpleNamespace(lost_after_s=2.0))  # type: ignore[assignment]
+    parts.control = parts._stop = control  # type: ignore[assignment]
+    parts._starts = SimpleNamespace(look=lambda: ())  # type: ignore[assignment]
+    parts._beating = SimpleNamespace(name="planner")  # type: ignore[assignment]
+
+    def end(planner: Any, why: str) -> None:
+        ends.append((control.now, why))
+        parts._beating = None
+
+    parts._end_for = end  # type: ignore[method-assign]
+    parts._beats()
+    return ends
+
+
+MOVED, STANDS, NEVER = (True, 1), (False, 1), (None, 0)
+
+
+def test_one_that_moves_is_let_be() -> None:
+    assert killed_for(*[MOVED] * 40) == []
+    assert killed_for(*[MOVED, STANDS, STANDS, STANDS] * 10) == [], "however slowly"
+
+
+def test_one_that_never_answers_is_killed_for_it() -> None:
+    assert killed_for(MOVED, NEVER) == [(6, SILENT)]
+
+
+@pytest.mark.parametrize("late", [1, 2, 3, 9])
+def test_one_that_is_stuck_is_told_so_though_its_last_answer_is_late(late: int) -> None:
+    """Which was asked for a moment ago: that it answered before is what counts."""
+    [(_, why)] = killed_for(MOVED, STANDS, STANDS, (False, late))
+    assert why == STUCK
+
+
+def test_what_it_answered_before_it_moved_does_not_count() -> None:
+    assert [why for _, why in killed_for(STANDS, STANDS, MOVED, NEVER)] == [SILENT]
