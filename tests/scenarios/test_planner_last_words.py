@@ -23,8 +23,9 @@ from overlord.runtime.plankit import PlannerBlueprint
 from overlord.runtime.planned import PlannedEngine
 from overlord.runtime.serving import Serving
 from overlord.runtime.starting import Recipes
+from tests import journaled
 from tests.journaled import recovered
-from tests.processes import WAIT_S, Played, halt, launch, play, run, until, written
+from tests.processes import PARTS, WAIT_S, Played, halt, launch, play, run, until, written
 from tests.scenarios import test_scaling as scaling
 from tests.scenarios.test_process import APART as HOSTS
 from tests.scenarios.test_process import job, source
@@ -502,3 +503,11 @@ def test_a_source_that_could_not_join_is_not_in_the_journal_of_the_next_planner(
 
 def refuses(*args: Any) -> None:
     raise PlanError("it is planned already", 3)
+
+
+def test_that_the_last_steps_were_taken_is_written_though_no_plan_comes_behind_them(tmp_path: Path, journal: str) -> None:
+    """With a schedule that learns the planner counts a step when the reports before it have come. A job that is killed when all is trained
+    has nothing to do again."""
+    made, seen = journaled.job(tmp_path, journal), list[Any]()
+    journaled.train(made, seen.append, runtime=PARTS, then=lambda session: until(lambda: recovered(journal).acked == journaled.STEPS - 1))
+    assert [row[1] for row in seen if row[0] == "step"][-1] == journaled.STEPS - 1

@@ -247,6 +247,7 @@ class PlannerHost(ProcessHost):
         self._ask_for_reports()
         super()._count([c for c in sure if c.rank in self._attached])
         self.run()
+        self._was_taken()  # of the last steps no plan says so
 
     # a source that joins
 
