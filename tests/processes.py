@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import overlord as ov
+from overlord.errors import DataStall
 from overlord.messages import SetMixture, Skip
 from overlord.simulation.engine import Add
 
@@ -167,6 +168,20 @@ def until(what: Callable[[], Any], seconds: float = WAIT_S) -> Any:
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.01)
     return found
+
+
+def stalls_for(client: ov.Client, words: str, seconds: float = WAIT_S) -> None:
+    """It gets no step, and says these words of what it waits for: at once, or when those that it asks and that stood for a moment, and for
+    whom it does not wait long, can answer."""
+    deadline, said = time.monotonic() + seconds, ""
+    while words not in said:
+        assert time.monotonic() < deadline, f"wanted {words!r}, found {said!r}"
+        try:
+            step = next(client)
+        except DataStall as stall:
+            said = str(stall)
+        else:
+            raise AssertionError(f"step {step.step} came")
 
 
 class Program:
