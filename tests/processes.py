@@ -161,6 +161,11 @@ def hosts_of(session: ov.Session) -> dict[str, int]:
     return {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] == "host"}
 
 
+def in_shared_memory() -> set[str]:
+    """Files that lie in the machine's shared memory, but for those of others: locks of Python's, tensors of torch's, a store of Ray's."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "torch_", "plasma"))}
+
+
 def until(what: Callable[[], Any], seconds: float = WAIT_S) -> Any:
     """The first true answer; fails after that time."""
     deadline = time.monotonic() + seconds
