@@ -112,6 +112,9 @@ class Worker:
         time.sleep(seconds)
         return "slept"
 
+    def wait_for(self, path: str) -> None:
+        until_there(path)
+
     def busy(self) -> None:
         while True:
             pass
@@ -163,8 +166,12 @@ def broken(problem: str) -> Worker:
 
 def when_allowed(path: str) -> Worker:
     """An actor that is not there before the file is."""
-    deadline = time.monotonic() + 20
+    until_there(path)
+    return Worker()
+
+
+def until_there(path: str) -> None:
+    deadline = time.monotonic() + 60
     while not Path(path).exists():
         assert time.monotonic() < deadline, f"nobody made {path}"
         time.sleep(0.01)
-    return Worker()

@@ -82,15 +82,12 @@ class Halting:
 
 
 class Slow(Halting):
-    """The same with a start that takes so long."""
+    """The same with a start that takes as long as the file is there."""
 
-    def __init__(self, flag: Path, launcher: int = 0, seconds: float = 2.0):
-        self.flag, self.launcher, self.seconds = flag, launcher or os.getpid(), seconds
-        if self.launcher != os.getpid() and flag.exists():
-            time.sleep(seconds)
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.flag, self.launcher, self.seconds)
+    def __init__(self, flag: Path, launcher: int = 0):
+        self.flag, self.launcher = flag, launcher or os.getpid()
+        while self.launcher != os.getpid() and flag.exists():
+            time.sleep(0.01)
 
 
 class HaltingStrategy(Halting):

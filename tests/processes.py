@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import overlord as ov
+from overlord.errors import DataStall
 from overlord.messages import SetMixture, Skip
 from overlord.simulation.engine import Add
 
@@ -176,6 +177,11 @@ def but_for_late(err: str) -> str:
     return "".join(line for line in err.splitlines(keepends=True) if "did not leave in" not in line)
 
 
+def in_shared_memory() -> set[str]:
+    """Files that lie in the machine's shared memory, but for those of others: locks of Python's, tensors of torch's, a store of Ray's."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "torch_", "plasma"))}
+
+
 def until(what: Callable[[], Any], seconds: float = WAIT_S) -> Any:
     """The first true answer; fails after that time."""
     deadline = time.monotonic() + seconds
@@ -183,6 +189,20 @@ def until(what: Callable[[], Any], seconds: float = WAIT_S) -> Any:
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.01)
     return found
+
+
+def stalls_for(client: ov.Client, words: str, seconds: float = WAIT_S) -> None:
+    """It gets no step, and says these words of what it waits for: at once, or when those that it asks and that stood for a moment, and for
+    whom it does not wait long, can answer."""
+    deadline, said = time.monotonic() + seconds, ""
+    while words not in said:
+        assert time.monotonic() < deadline, f"wanted {words!r}, found {said!r}"
+        try:
+            step = next(client)
+        except DataStall as stall:
+            said = str(stall)
+        else:
+            raise AssertionError(f"step {step.step} came")
 
 
 class Program:

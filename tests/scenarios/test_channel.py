@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from overlord.channel import serverlink
 from overlord.channel.address import Address, shown
 from overlord.channel.link import PAIR_MESSAGES, TIMEOUT, pair
 from overlord.channel.ring import Ring
@@ -173,7 +174,7 @@ def test_many_threads_may_send_on_one_link(transport: str):
 
 
 def test_a_thousand_messages_need_a_handful_of_slots():
-    with child(serve_echo, "a-thousand") as server, dialled(server.hears()) as link:
+    with child(serve_echo, f"a-thousand-{os.getpid()}") as server, dialled(server.hears()) as link:
         for k in range(1000):
             link.send(message(k, 200_000))
             assert is_message(link.recv(SOON_S), k, 200_000)
@@ -337,7 +338,8 @@ def test_one_slow_link_holds_up_no_other():
         quick.close()
 
 
-def test_what_is_queued_when_a_link_is_closed_still_arrives():
+def test_what_is_queued_when_a_link_is_closed_still_arrives(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serverlink, "LINGER_S", SOON_S)  # whoever reads may stand for longer than a link lingers
     with Story() as story, dialled(story.address, "tcp") as link:
         story.wait(lambda s: s.opened)
         for k in range(10):

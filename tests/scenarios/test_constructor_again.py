@@ -13,6 +13,7 @@ import pytest
 
 from overlord.channel.link import CLOSES, Link
 from overlord.channel.server import dial
+from overlord.client import remote
 from overlord.client.remote import LONGEST_PAUSE_S, RemoteInbox
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
 from overlord.job import Batch
@@ -20,7 +21,7 @@ from overlord.messages import Attach, Back, Detach, Finish, Payload
 from overlord.recovery import STRIDE
 from overlord.runtime.constructorhost import ConstructorHost
 from overlord.runtime.hostactor import Settings
-from tests.processes import until
+from tests.processes import WAIT_S, until
 from tests.scenarios.test_serving import by_tcp
 from tests.unit.test_gathering import documents, placed
 
@@ -40,7 +41,7 @@ class Started:
         self.loader = self.loader_link(1)
 
     def loader_link(self, incarnation: int, host: int = 3) -> Link:
-        return dial(self.host.address(), "t", {"role": "loader", "host": host, "incarnation": incarnation}, timeout_s=10)[0]
+        return dial(self.host.address(), "t", {"role": "loader", "host": host, "incarnation": incarnation}, timeout_s=WAIT_S)[0]
 
     def do(self, *messages: Any) -> None:
         self.host.do(list(messages))
@@ -55,10 +56,15 @@ class Started:
     def client(self, rank: int, next_step: int, taken: int | None = None) -> RemoteInbox:
         """One that was linked to another process before, and has the steps up to ``next_step``."""
         where = lambda generation: (self.host.address(), "t")  # noqa: E731
-        box = RemoteInbox(rank=rank, address="", token="t", where=where, next_step=next_step, reconnect_s=5.0)
+        box = RemoteInbox(rank=rank, address="", token="t", where=where, next_step=next_step, reconnect_s=WAIT_S)
         box._before = next_step - 1 if taken is None else taken
-        with box._mine:
+
+        def is_linked() -> bool:
             box._try_again(1.0)
+            return box._link is not None or box._ended
+
+        with box._mine:
+            until(is_linked)
         return box
 
     def heard(self) -> dict[int, int]:
@@ -89,7 +95,7 @@ def anew() -> Iterator[Started]:
 def take(box: RemoteInbox, n: int) -> list[int]:
     got = []
     for _ in range(n):
-        found = box.get(10.0)
+        found = box.get(WAIT_S)
         assert found is not None
         told, bucket = found
         assert bucket.microbatches[0]["tokens"].tolist() == [10 + told.step] * 2
@@ -122,7 +128,8 @@ def closing_all(*boxes: RemoteInbox) -> Any:
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["shared memory", "tcp"])
-def test_a_client_goes_from_one_that_died_to_the_next_without_a_gap_or_a_repeat(tcp: bool) -> None:
+def test_a_client_goes_from_one_that_died_to_the_next_without_a_gap_or_a_repeat(tcp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "GLANCE_S", 10.0)  # the next one is there, and may stand for a moment
     first, second = Started(), Started()
     doors = [made.host._serve("t", host="127.0.0.1", tcp=tcp) for made in (first, second)]
     addresses = [by_tcp(door.address) if tcp else door.address for door in doors]
@@ -131,7 +138,7 @@ def test_a_client_goes_from_one_that_died_to_the_next_without_a_gap_or_a_repeat(
     first.plan(0, 1, 2, 3, generation=0)
     first.send(0, 1, 2, 3, generation=0)
     where = lambda generation: (there[0], "t")  # noqa: E731
-    box = RemoteInbox(rank=0, address=there[0], token="t", where=where, next_step=0, reconnect_s=5.0)
+    box = RemoteInbox(rank=0, address=there[0], token="t", where=where, next_step=0, reconnect_s=WAIT_S)
     with closing_all(box):
         assert box._link is not None
         assert box._link.shares_memory != tcp
@@ -168,13 +175,13 @@ def test_whoever_comes_for_a_client_that_died_gets_what_that_one_had_and_did_not
     anew.plan(5, 6, 7, 8)
     anew.send(5, 6, 7, 8)
     first = anew.client(0, 8, taken=5)
-    assert first.get(10.0) is not None
+    assert first.get(WAIT_S) is not None
     until(lambda: anew.took(0) == 5)
     first._drop_link("it died")
     with closing_all(anew.client(0, 6)) as (second,):
         assert take(second, 3) == [6, 7, 8]
     with pytest.raises(OverlordError, match=r"rank 1: step 4 was handed out already .* load a saved state on every rank"):
-        anew.client(1, 4).get(10.0)
+        anew.client(1, 4).get(WAIT_S)
 
 
 def test_a_host_that_lives_goes_on_and_says_again_how_far_its_ranks_are() -> None:
@@ -186,6 +193,7 @@ def test_a_host_that_lives_goes_on_and_says_again_how_far_its_ranks_are() -> Non
         with closing_all(made.client(0, 0), made.client(1, 0)) as (one, two):
             assert take(one, 3) == [*take(two, 2), 2] == [0, 1, 2]
             until(lambda: made.heard() == {0: 2, 1: 1} or made.heard() == {0: 1, 1: 1})
+            until(lambda: (made.took(0), made.took(1)) == (2, 1))
             made.told.clear()
             made.do(Back(G, 0))  # of a planner that was started anew, and knows of step 0 only
             until(lambda: made.heard() == {0: 2, 1: 1})
@@ -244,7 +252,7 @@ def test_an_end_that_is_undone_is_undone_for_clients_that_have_not_heard_it_yet(
         assert take(box, 2) == [5, 6]
         anew.do(Finish(7))
         with pytest.raises(StopIteration):
-            box.get(10.0)
+            box.get(WAIT_S)
 
 
 # a client and its link, in a time of its own

@@ -17,6 +17,7 @@ import pytest
 
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, OverlordError, SourceError
 from overlord.messages import Consumed
+from overlord.runtime import peers, process_control
 from overlord.runtime.control import Control, Handle
 from overlord.runtime.local_control import LocalControl
 from overlord.runtime.peers import Peers, fault_of
@@ -76,6 +77,13 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     if found.cluster:
         request.getfixturevalue("ray_cluster")
     return found
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process is gone at once; how soon that is seen is the machine's business."""
+    for module in (process_control, peers):
+        monkeypatch.setattr(module, "KILL_S", SOON_S)
 
 
 @pytest.fixture
@@ -260,9 +268,10 @@ def test_a_deadline_names_actor_and_method_and_the_call_goes_on(control: Control
     assert control.get(promise, SOON_S) == "late", "who asks again gets the late answer"
 
 
-def test_a_late_answer_that_nobody_waits_for_does_not_confuse_the_next(control: Control, actor: Handle) -> None:
+def test_a_late_answer_that_nobody_waits_for_does_not_confuse_the_next(control: Control, actor: Handle, tmp_path: Path) -> None:
     with pytest.raises(DataStall):
-        control.get(control.call(actor, "sleep", 0.2), SHORT_S)
+        control.get(control.call(actor, "wait_for", str(tmp_path / "go")), SHORT_S)
+    (tmp_path / "go").touch()
     assert [ask(control, actor, "echo", i) for i in range(5)] == list(range(5))
 
 
@@ -349,7 +358,7 @@ def test_another_machine_cannot_be_asked_for(control: Control) -> None:
 
 
 def test_a_killed_actor_answers_nothing_more(backend: Backend, control: Control, actor: Handle) -> None:
-    pending = [control.call(actor, "promise"), control.call(actor, "sleep", 2.0), control.call(actor, "echo", 1)]
+    pending = [control.call(actor, "promise"), control.call(actor, "sleep", 2 * SOON_S), control.call(actor, "echo", 1)]
     control.kill(actor)
     for future in [*pending, control.call(actor, "echo", 2)]:
         with pytest.raises(ActorLost) as caught:
@@ -457,12 +466,18 @@ def test_after_shutdown_everything_says_so(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name, indirect=True)
-def test_an_actor_that_does_not_leave_is_not_waited_for(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_actor_that_does_not_leave_is_not_waited_for(
+    backend: Backend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     control = backend.make()
     busy, other = control.spawn(Worker, name="busy"), control.spawn(Worker, name="other")
     ask(control, busy, "echo", 1)
     stuck = control.call(busy, "sleep", 2 * SOON_S)
     ask(control, other, "echo", 1)
+    record: Any = other._record
+    leaves, how = (record.thread, "join") if backend.name == "local" else (record.gone, "wait")
+    wait = getattr(leaves, how)
+    monkeypatch.setattr(leaves, how, lambda seconds: wait(SOON_S))  # it leaves when it is asked to, and may stand for a moment before
     before = time.monotonic()
     control.shutdown(0.2)
     assert time.monotonic() - before < SOON_S
@@ -477,12 +492,17 @@ def test_a_shutdown_that_is_interrupted_is_brought_to_its_end_by_the_next_one(ba
     control = backend.make()
     here, stays = control.spawn(Worker, name="goes"), control.spawn(Worker, "never", name="stays")
     pids = [ask(control, handle, "pid") for handle in (here, stays)]
+
+    def interrupted() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        control.shutdown(2 * SOON_S)
+
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
-            control.shutdown(2 * SOON_S)
+            interrupted()
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     start = time.monotonic()
     control.shutdown(SHORT_S)
