@@ -9,6 +9,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 import overlord as ov
+from overlord.channel.handshake import Later
 from overlord.errors import (
     ActorLost,
     DataStall,
@@ -33,6 +35,7 @@ from overlord.errors import (
     TransformError,
 )
 from overlord.planner.strategy import llm_balance
+from tests.processes import WAIT_S
 from tests.worlds import Rows
 
 pytestmark = pytest.mark.timeout(60)
@@ -52,7 +55,7 @@ def job(n: int = 400, dp: int = 2, samples: int = 8, **changes: Any) -> ov.Job:
 
 
 def launch(made: ov.Job, **options: Any) -> ov.Session:
-    return ov.launch(made, **{"check": True, "stall_limit_s": 10, "prefetch": 3, **options})
+    return ov.launch(made, **{"check": True, "stall_limit_s": WAIT_S, "prefetch": 3, **options})
 
 
 def content(step: ov.Step) -> tuple[int, list[list[int]]]:
@@ -65,6 +68,16 @@ def take(client: ov.Client, n: int) -> list[Any]:
 
 def rest(client: ov.Client) -> list[Any]:
     return [content(step) for step in client]
+
+
+@contextmanager
+def impatient(client: ov.Client, seconds: float = 0.3) -> Iterator[None]:
+    """Where no step can come. Those before and after it may take as long as they do, and so may whoever is asked why none comes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "_limit_s", seconds)
+        for asked in ("client.connect.WHY_S", "runtime.session.WHY_S", "runtime.asked.ASK_S"):
+            patch.setattr(f"overlord.{asked}", WAIT_S)
+        yield
 
 
 def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -287,10 +300,10 @@ def test_a_stall_names_the_rank_and_step_though_the_pump_cannot_answer() -> None
 
 
 def test_a_stall_says_which_rank_holds_the_steps() -> None:
-    with launch(job(), stall_limit_s=0.2) as session:
+    with launch(job()) as session:
         fast, _ = session.client(0), session.client(1)
         take(fast, 3)
-        with pytest.raises(DataStall, match="rank 1"):
+        with impatient(fast), pytest.raises(DataStall, match="rank 1"):
             next(fast)
 
 
@@ -812,6 +825,7 @@ ERRORS: list[OverlordError] = [
     DataStall("rain", 3.5, 7, 2), ActorLost("the pump", "it was stopped"), JournalError("a/b", "torn", "mend it"),
     JournalTaken("a/b", "taken", "stop"),
     FrameError("cut off", "value[3]", "mend it"), LinkRefused("overlord://a:1/b", "wrong token"),
+    Later("overlord://a:1/b", "too late"),
 ]  # fmt: skip
 
 
