@@ -182,6 +182,12 @@ def in_shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "torch_", "plasma"))}
 
 
+def parts_lost(recoveries: list[dict[str, Any]], hit: set[str]) -> set[str]:
+    """Parts that are back, but for those that nobody hit and that were taken for dead: on a busy machine one may stand for too long."""
+    silent = ("it answered nothing for ", "it plans, and does not come to an end for ")
+    return {row["part"] for row in recoveries if row["part"] in hit or not row["reason"].startswith(silent)}
+
+
 def until(what: Callable[[], Any], seconds: float = WAIT_S) -> Any:
     """The first true answer; fails after that time."""
     deadline = time.monotonic() + seconds

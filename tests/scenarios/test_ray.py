@@ -160,7 +160,8 @@ OWN = """
     import json, os, signal, sys, time
     from pathlib import Path
     import overlord as ov
-    from tests.processes import hosts_of, launch, written
+    from overlord.runtime import process
+    from tests.processes import WAIT_S, hosts_of, launch, written
     from tests.scenarios.test_process import job
 
     def below(pid):
@@ -195,7 +196,7 @@ OWN = """
         raise AssertionError("nobody has asked for it")
 
     def main():
-        before = dict(os.environ)
+        before, process.LEAVE_S = dict(os.environ), WAIT_S  # a host that takes long to leave on a busy machine is not to be told of
         signal.signal(signal.SIGTERM, saves)
         session = launch(job(until=10), "ray", hosts=1, sources_per_host=3, constructor_hosts=1)
         hosts = hosts_of(session)
@@ -267,7 +268,6 @@ def test_without_ray_it_is_said_what_to_install() -> None:
 JOINS = """
     import logging, os, shutil, socket, tempfile, threading
     from concurrent.futures import ThreadPoolExecutor
-    from pathlib import Path
     os.environ.update(HOME=os.getcwd(), RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "OVERLORD_INTERFACE"):
         os.environ.pop(name, None)
@@ -275,7 +275,7 @@ JOINS = """
     import overlord as ov
     from overlord.runtime import ray_cluster, ray_jobs
     from overlord.runtime.ray_control import RayControl
-    from tests.processes import command_of, halt, left_after
+    from tests.processes import halt, left_after
     from tests.scenarios.test_process import job
     from tests.scenarios.test_ray import Crashes
 
@@ -353,8 +353,7 @@ JOINS = """
                 ray_jobs.served("still", open_one.address)
             except ov.OverlordError as error:
                 print(error, flush=True)
-            [pid] = [int(p.name) for p in Path("/proc").glob("[0-9]*") if command_of(p.name).startswith("ray::Keeper")]
-            halt(pid)
+            halt(ray.get(keeper.__ray_call__.remote(lambda keeper: os.getpid()), timeout=60))
             print(ray_jobs.stop("still", open_one.address), "|", ray_jobs.jobs(open_one.address), flush=True)
         os.environ["RAY_AUTH_MODE"] = "token"
         ray_cluster._as_it_is_now()
@@ -473,6 +472,7 @@ NODES = """
         out = subprocess.run([sys.executable, "-c", submit, cluster.address, journal], capture_output=True, text=True)
         print(out.stdout.strip() or out.stderr.replace(chr(10), " "), flush=True)
         input()
+        until(lambda: [j.taken for j in ray_jobs.jobs(cluster.address)] == [9])  # the session hears of a step a moment after it was taken
         [found] = ray_jobs.jobs(cluster.address)
         print(found.name, found.state, found.taken, [p["node"] for p in found.parts], flush=True)
         ray_jobs.stop("alone", cluster.address)
@@ -488,7 +488,7 @@ NODES = """
         try:
             launch(job(), "ray", address=address)
         except ov.JobError as error:
-            print(time.monotonic() - start < 10.0, error, flush=True)
+            print(time.monotonic() - start < 20.0, error, flush=True)
         os.environ["RAY_AUTH_TOKEN"] = right
         try:
             ray_jobs.submit(job(name="late"), address=address, start_s=0.2)
@@ -557,7 +557,7 @@ def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the
         assert all(21000 <= int(port) < 21200 for port in eval(there.line()))
         assert there.line() == "True", "to the byte"
         assert set(eval(there.line()).values()) == {"gpu-0"}
-        assert float(there.line()) < 10.0, "with these health checks two seconds; machines are noisy"
+        assert float(there.line()) < 14.0, "with these health checks two seconds, with Ray's own fourteen; machines are noisy"
         address, token = there.line().split()
         clients = [ov.connect(address, rank, token=token) for rank in range(2)]  # this process has no Ray of that cluster
         from tests.processes import written

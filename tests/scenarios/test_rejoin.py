@@ -85,9 +85,10 @@ def lines(process: subprocess.Popen[str]) -> Iterator[Any]:
 @runtimes
 def test_a_trainer_that_is_killed_at_any_moment_misses_nothing_but_what_it_held(runtime: str) -> None:
     """A step is taken when it is handed to the trainer: with one killed just then its last step is gone, and no other."""
-    wanted, chance, kills = as_json(whole_run(job(n=200, dp=1), 0)), Random(5), 5
+    made, chance, kills = job(n=800, dp=1), Random(5), 5  # more steps than those take that are killed late
+    wanted = as_json(whole_run(made, 0))
     got: list[list[Any]] = []
-    with launch(job(n=200, dp=1), runtime=runtime) as session:
+    with launch(made, runtime=runtime) as session:
         served = session.serve()
         for k in range(kills + 1):
             process = trainer(served, 0, TAKE.format(pause=0.0 if k == kills else 0.002))
@@ -102,7 +103,7 @@ def test_a_trainer_that_is_killed_at_any_moment_misses_nothing_but_what_it_held(
     assert steps == sorted(set(steps)), "none twice"
     assert len(steps) >= len(wanted) - kills
     assert [s for part in got for s in part] == [wanted[step] for step in steps]
-    for part in got:
+    for part in filter(None, got):  # should one have taken all there was, those behind it were refused
         assert [step for step, _ in part] == list(range(part[0][0], part[0][0] + len(part))), "within a life none is missing"
 
 
@@ -127,7 +128,7 @@ def hello(session: ov.Session, served: Served, rank: int, next_step: int) -> Non
 
 @runtimes
 def test_who_asks_for_steps_that_are_gone_is_told_to_load_a_state_everywhere(runtime: str) -> None:
-    with launch(job(n=60), runtime=runtime) as session:
+    with launch(job(n=60), runtime=runtime, stall_limit_s=60) as session:  # new processes are started meanwhile
         served = session.serve()
         clients = [ov.connect(served, rank, served.token) for rank in range(2)]
         old = clients[1].state_dict()
@@ -150,7 +151,7 @@ def test_who_asks_for_steps_that_are_gone_is_told_to_load_a_state_everywhere(run
 def test_who_connects_while_another_rank_moves_the_session_gets_its_steps(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was sent to a constructor that closes, and the next one is not known yet."""
     wanted = [as_json(whole_run(job(n=60), rank)) for rank in range(2)]
-    with launch(job(n=60), runtime=runtime, prefetch=4) as session:
+    with launch(job(n=60), runtime=runtime, prefetch=4, stall_limit_s=60) as session:
         served, start = session.serve(), session.state_dict()
         first = ov.connect(served, 0, served.token)
         next(first)

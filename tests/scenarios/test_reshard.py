@@ -12,7 +12,7 @@ import pytest
 
 import overlord as ov
 from overlord.errors import DataStall, JobError, OverlordError, PlanError
-from overlord.runtime import resharding
+from overlord.runtime import process, resharding
 from tests.processes import WAIT_S, launch, until
 from tests.scenarios.test_process import job as small_job
 
@@ -160,8 +160,10 @@ def test_a_rank_that_stays_behind_is_named(monkeypatch: pytest.MonkeyPatch, capl
         quick, slow = session.client(0), session.client(1)
         next(quick), next(quick), next(slow)
         with pytest.raises(DataStall, match=r"rank 1 to take step 1 before the mesh is changed; .* let those that are behind take"):
-            session.reshard(ov.ClientPlaceTree(dp=1), timeout_s=0.1)
-        assert [r.message.partition(";")[0] for r in caplog.records] == ["reshard has waited 0 s for rank 1 to take step 1"]
+            session.reshard(ov.ClientPlaceTree(dp=1), timeout_s=1.0)
+        [said] = [r.message.partition(";")[0] for r in caplog.records]
+        assert said.startswith("reshard has waited ")
+        assert said.endswith(" s for rank 1 to take step 1")
         assert next(slow).step == 1, "nothing has changed"
         assert next(quick).step == 2
 
@@ -203,7 +205,11 @@ def test_a_step_that_is_not_the_trainers_yet_comes_from_the_new_mesh() -> None:
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_connected_clients_go_on_and_new_ranks_may_connect(runtime: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_connected_clients_go_on_and_new_ranks_may_connect(
+    runtime: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "LEAVE_S", WAIT_S)  # the hosts of each mesh end; one that takes long on a busy machine is no alarm
+    monkeypatch.setattr(resharding, "WARN_S", WAIT_S)
     caplog.set_level(logging.INFO, "overlord")
     made = job()
     wanted = undisturbed(made)

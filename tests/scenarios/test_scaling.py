@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +56,15 @@ def loaders_apart(session: ov.Session) -> int:
 def kill_scaled(session: ov.Session) -> None:
     """Ends a host that scaling has started, as soon as one is there."""
 
-    def living() -> int | None:
-        scaled = [pid for name, pid in hosts_of(session).items() if name.startswith(FIRST_SCALED[:-1])]
-        return next((pid for pid in scaled if pid and runs(pid)), None)
+    def struck() -> bool:
+        for pid in [pid for name, pid in hosts_of(session).items() if name.startswith(FIRST_SCALED[:-1])]:
+            if pid and runs(pid):
+                with suppress(ProcessLookupError):  # it has just left by itself: another comes
+                    os.kill(pid, signal.SIGKILL)
+                    return True
+        return False
 
-    os.kill(until(living), signal.SIGKILL)
+    until(struck)
 
 
 @pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
@@ -149,7 +155,8 @@ def test_a_source_that_has_one_loader_cannot_be_spread() -> None:
 def test_a_source_that_joined_is_scaled_as_the_others_are(journal: bool, tmp_path: Path) -> None:
     rows = Rows([{"n": k, "tokens": [5000 + k] * (1 + k % 7)} for k in range(200)])
     late = ov.Source("late", rows, transforms=[ov.Map(unchanged, rows=True), ov.Tokens("tokens")], epochs=None, weight=5.0)
-    made = job(mixture={"light": 5, "heavy": 5}, **({"journal": str(tmp_path / "journal")} if journal else {}))
+    plain = job(mixture={"light": 5, "heavy": 5}, until=80)
+    made = replace(plain, journal=str(tmp_path / "journal")) if journal else plain
 
     def join(session: ov.Session) -> None:
         session.add_source(late, at=12)
@@ -160,12 +167,12 @@ def test_a_source_that_joined_is_scaled_as_the_others_are(journal: bool, tmp_pat
     def grow(session: ov.Session) -> None:
         """By the scaler, hurried, or by hand where it has decided otherwise: it may take back at once what nobody uses just now."""
         until(lambda: "late" in session.metrics()["scaling"]["sources"])
-        until(lambda: apart(session) >= 2 or (session.scale("late", 2) and apart(session) >= 2))
+        until(lambda: apart(session) >= 2 or (session.scale("late", 2) and apart(session) >= 2), 2 * WAIT_S)
 
-    with launch(job(mixture={"light": 5, "heavy": 5}), "local") as session:
+    with launch(plain, "local") as session:
         alone = play(session, act={4: join})
     with launch(made, autoscale={**HURRIED, "cores": 5}, **{**ONE, "hosts": 2}) as session:
-        looks = {k: lambda s: s.profile() for k in range(13, 40)}  # what a loader counted is forgotten where it moves
+        looks = {k: lambda s: s.profile() for k in range(13, 80)}  # what a loader counted is forgotten where it moves
         found = play(session, act={**looks, 4: join, 20: grow})
         profile = session.profile().sources["late"]
     assert found.steps == alone.steps

@@ -30,9 +30,9 @@ from overlord.errors import ActorLost, DataStall, JobError, LinkRefused, Overlor
 from overlord.messages import Ended, Took
 from overlord.runtime.delivery import Delivery
 from overlord.runtime.serving import Served
-from tests.processes import PARTS, RUNTIMES, halt
+from tests.processes import PARTS, RUNTIMES, WAIT_S, halt
 from tests.unit import test_session as stories
-from tests.unit.test_session import content, in_thread, job, launch, rest, take, whole_run
+from tests.unit.test_session import content, impatient, in_thread, job, launch, rest, take, whole_run
 
 pytestmark = pytest.mark.timeout(90)
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,16 +49,23 @@ def join_all(served: Served, world: int, tcp: bool = False, **options: Any) -> l
     return [ov.connect(address, rank, served.token, timeout_s=20, **options) for rank in range(world)]
 
 
+@pytest.fixture
+def leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever closes its client waits until that was heard, however long it takes."""
+    monkeypatch.setattr("overlord.client.connect.LEAVE_S", WAIT_S)
+
+
 def closing(clients: list[ov.Client]) -> None:
     for client in clients:
         client.close()
 
 
 def trainer(served: Served, rank: int, body: str, **env: str) -> subprocess.Popen[str]:
-    """A process that trains: ``client`` is its client, what it prints as JSON is what it found."""
+    """A process that trains: ``client`` is its client, what it prints as JSON is what it found; its input ends when it is waited for."""
     text = "import json, os, signal, sys, time\nimport overlord as ov\nclient = ov.connect()\n" + textwrap.dedent(body)
     own = {"PYTHONPATH": str(ROOT / "src"), "OVERLORD_ADDRESS": served.address, "OVERLORD_TOKEN": served.token, "RANK": str(rank)}
-    return subprocess.Popen([sys.executable, "-c", text], env={**os.environ, **own, **env}, stdout=subprocess.PIPE, text=True)
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", text], env={**os.environ, **own, **env}, **pipes)
 
 
 TAKE_ALL = """
@@ -217,11 +224,11 @@ def test_a_trainer_that_keeps_every_step_is_served_to_the_end(tcp: bool) -> None
 
 @runtimes
 def test_an_absent_rank_is_named_and_holds_the_others_at_the_window(runtime: str) -> None:
-    with launch(job(dp=3), prefetch=3, stall_limit_s=1.0, runtime=runtime) as session:
+    with launch(job(dp=3), prefetch=3, runtime=runtime) as session:
         served = session.serve()
         with ov.connect(served, 0, served.token) as client:
             assert len(take(client, 3)) == 3
-            with pytest.raises(DataStall) as stalled:
+            with impatient(client), pytest.raises(DataStall) as stalled:
                 next(client)
             assert "rank 1, which has not connected yet; rank 2, which has not connected yet" in str(stalled.value)
             assert (stalled.value.step, stalled.value.rank) == (3, 0)
@@ -231,7 +238,7 @@ def test_an_absent_rank_is_named_and_holds_the_others_at_the_window(runtime: str
 
 
 def test_a_rank_that_went_away_is_named_and_may_come_again() -> None:
-    with launch(job(n=60), prefetch=3, stall_limit_s=0.3) as session:
+    with launch(job(n=60), prefetch=3) as session:
         served = session.serve()
         with ov.connect(served, 0, served.token) as client:
             dead = trainer(served, 1, "next(client), next(client)\nos.kill(os.getpid(), signal.SIGKILL)")
@@ -239,7 +246,7 @@ def test_a_rank_that_went_away_is_named_and_may_come_again() -> None:
             dead.communicate()
             take(client, 5)
             wait_until(lambda: not session._clients[1].there)  # type: ignore[attr-defined]
-            with pytest.raises(DataStall, match=r"rank 1, whose client \(process \d+\) went away \d s ago"):
+            with impatient(client), pytest.raises(DataStall, match=r"rank 1, whose client \(process \d+\) went away \d+ s ago"):
                 next(client)
             again = ov.connect(served, 1, served.token)
             assert take(again, 2) == whole_run(job(n=60), 1)[2:4], "it goes on behind the last step its rank took"
@@ -254,15 +261,15 @@ def train_until(served: Served, end: BaseException, first: int) -> None:
         raise end
 
 
-def test_a_trainer_that_crashes_inside_its_block_has_not_left_and_may_come_again() -> None:
-    with launch(job(n=60), prefetch=3, stall_limit_s=0.3) as session:
+def test_a_trainer_that_crashes_inside_its_block_has_not_left_and_may_come_again(leaves: None) -> None:
+    with launch(job(n=60), prefetch=3) as session:
         served = session.serve()
         with ov.connect(served, 0, served.token) as client:
             with pytest.raises(ZeroDivisionError):
                 train_until(served, ZeroDivisionError(), 0)
             take(client, 5)
             wait_until(lambda: not session._clients[1].there)  # type: ignore[attr-defined]
-            with pytest.raises(DataStall, match="rank 1, whose client"):
+            with impatient(client), pytest.raises(DataStall, match="rank 1, whose client"):
                 next(client)
             with pytest.raises(SystemExit):
                 train_until(served, SystemExit(0), 2)  # it goes on behind the last step its rank took
@@ -292,7 +299,7 @@ def test_a_second_client_of_a_rank_takes_the_place_of_the_first() -> None:
         second.close()
 
 
-def test_whoever_does_not_belong_is_refused_in_words() -> None:
+def test_whoever_does_not_belong_is_refused_in_words(leaves: None) -> None:
     with launch(job()) as session:
         session.client(0)
         served = session.serve()
@@ -319,7 +326,7 @@ def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) ->
 def test_nobody_at_the_address_is_said_within_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(ActorLost, match="could not be reached for 0"):
+    with pytest.raises(ActorLost, match=r"could not be reached for \d\.\d s"):
         ov.connect(f"overlord://127.0.0.1:{port}/nobody", 0, "x", timeout_s=0.3)
 
 
@@ -373,7 +380,7 @@ def test_a_story_of_the_sessions_own_clients_holds_for_connected_ones(name: str,
             return own(session, rank)
         if (id(session), rank) not in made:
             served = session.serve()
-            made[id(session), rank] = ov.connect(served, rank, served.token, timeout_s=20, reconnect_s=5)
+            made[id(session), rank] = ov.connect(served, rank, served.token, timeout_s=20, reconnect_s=20)
         return made[id(session), rank]
 
     monkeypatch.setattr(ov.Session, "client", client)
@@ -473,7 +480,7 @@ def test_reports_travel_and_wrong_ones_are_told_where_they_are_said() -> None:
         closing(clients)
 
 
-def test_a_connected_client_counts_in_the_metrics() -> None:
+def test_a_connected_client_counts_in_the_metrics(leaves: None) -> None:
     with launch(job(dp=1)) as session:
         clients = join_all(session.serve(), 1)
         take(clients[0], 3)
@@ -499,7 +506,7 @@ def test_the_metrics_say_in_which_process_a_connected_client_lives_and_whether_i
 
 
 @runtimes
-def test_the_last_step_of_a_client_that_leaves_at_once_is_in_the_sessions_state(runtime: str) -> None:
+def test_the_last_step_of_a_client_that_leaves_at_once_is_in_the_sessions_state(runtime: str, leaves: None) -> None:
     with launch(job(n=400, dp=2), runtime=runtime) as session:
         clients = join_all(session.serve(), 2)
         for _ in range(5):
@@ -523,7 +530,7 @@ def test_closing_the_session_ends_its_clients_with_that_reason(runtime: str, tcp
     with pytest.raises(OverlordError, match="the session is closed"):
         clients[0].state_dict()
     clients[0].close()
-    assert time.monotonic() - start < 10, "and nobody tried for long"
+    assert time.monotonic() - start < 30, "and nobody tried for long, which is a minute"
 
 
 def test_an_error_of_the_job_reaches_every_trainer_as_it_is() -> None:
@@ -585,7 +592,7 @@ def cut_control(client: ov.Client) -> None:
 
 def raw(served: Served, **hello: Any) -> Link:
     """A data link without a client."""
-    return dial(served.address, served.token, {"role": "client", "rank": 0, "next": 0, "generation": 0, **hello}, timeout_s=5)[0]
+    return dial(served.address, served.token, {"role": "client", "rank": 0, "next": 0, "generation": 0, **hello}, timeout_s=20)[0]
 
 
 def test_what_a_client_says_of_itself_is_not_believed_before_it_is_checked() -> None:
@@ -712,12 +719,12 @@ def test_a_stall_is_explained_though_the_front_door_does_not_answer(other_sessio
 
     def on_stall(words: str, seconds: float) -> None:
         heard.append((words, seconds))
+        client._limit_s = 0.0  # it has been told of once, and is not waited for any longer
 
-    client = ov.connect(served, 0, served.token, stall_warn_s=0.2, stall_limit_s=2.5, on_stall=on_stall)
+    client = ov.connect(served, 0, served.token, on_stall=on_stall)
     take(client, 1)
-    heard.clear()  # of the first step, on a busy machine
     halt(process.pid)
-    heard.clear()  # what the first step was waited for on a loaded machine
+    client._warn_s = 0.2  # and not before: the first step may take long on a busy machine
     try:
         with pytest.raises(DataStall) as stalled:
             rest(client)
@@ -739,37 +746,43 @@ def test_a_trainer_may_end_a_stall_by_itself() -> None:
         pass
 
     def on_stall(words: str, seconds: float) -> None:
-        raise Enough(words)
+        if "rank 1" in words:  # else who knows it did not answer in time, and is asked again
+            raise Enough(words)
 
-    with launch(job(), prefetch=2, stall_warn_s=0.1, on_stall=on_stall) as session:
-        here, _ = session.client(0), session.client(1)
+    with launch(job(), prefetch=2, on_stall=on_stall) as session:
+        here, behind = session.client(0), session.client(1)
         take(here, 2)
+        wait_until(lambda: len(behind._inbox) == 2)
+        here._warn_s = 0.1  # and not before: steps that come may take longer on a busy machine
         with pytest.raises(Enough, match="rank 1, which holds 2 steps"):
             next(here)
     with launch(job(), prefetch=2) as session:
         served = session.serve()
-        with ov.connect(served, 0, served.token, stall_warn_s=0.1, on_stall=on_stall) as there:
+        with ov.connect(served, 0, served.token, on_stall=on_stall) as there:
             take(there, 2)
+            there._warn_s = 0.1
             with pytest.raises(Enough, match="rank 1, which has not connected yet"):
                 next(there)
 
 
 def test_a_slow_source_and_its_loader_are_named_to_a_connected_client() -> None:
-    gate = threading.Event()
+    gate, reads = threading.Event(), threading.Event()
 
     class Slow:
         def __len__(self) -> int:
             return 40
 
         def __getitem__(self, i: int) -> dict[str, Any]:
+            reads.set()
             gate.wait(20)
             return {"tokens": [i]}
 
     made = job(dp=1, sources=[ov.Source("slow", Slow(), transforms=[ov.Tokens("tokens")], epochs=1)])
-    with launch(made, stall_limit_s=0.5) as session:
+    with launch(made) as session:
         served = session.serve()
         with ov.connect(served, 0, served.token) as client:
-            with pytest.raises(DataStall, match=r"source 'slow'.*loader/slow/0 is reading"):
+            assert reads.wait(20)
+            with impatient(client, 0.5), pytest.raises(DataStall, match=r"source 'slow'.*loader/slow/0 is reading"):
                 next(client)
             gate.set()
 
@@ -819,11 +832,12 @@ def torchrun(tmp_path: Path, changes: str) -> tuple[int, list[Any]]:
     script.write_text(JOIN.format(root=str(ROOT), changes=changes, out=str(tmp_path)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     own = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=80, check=False)
+    done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=160, check=False)
     written = [tmp_path / str(rank) for rank in range(2)]
     return done.returncode, [json.loads(path.read_text() or "null") if path.exists() else done.stderr for path in written]
 
 
+@pytest.mark.timeout(180)
 def test_under_torchrun_one_rank_serves_and_every_rank_gets_its_share(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     code, got = torchrun(tmp_path, "")
@@ -840,6 +854,7 @@ def test_under_torchrun_one_rank_serves_and_every_rank_gets_its_share(tmp_path: 
     assert (code, got) == (0, wanted)
 
 
+@pytest.mark.timeout(180)
 def test_under_torchrun_a_launch_that_fails_ends_every_rank_with_its_error(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     code, got = torchrun(tmp_path, "sources=[ov.Source('gone', '/nowhere/*.parquet', transforms=[ov.Tokens('tokens')])]")
@@ -940,6 +955,6 @@ def test_a_hello_of_another_kind_is_refused() -> None:
         served = session.serve()
         for hello in ({}, {"role": "control"}, {"role": "control", "rank": "0"}, {"role": "client", "rank": 9, "next": 0}):
             with pytest.raises(LinkRefused):
-                dial(served.address, served.token, hello, timeout_s=5)
+                dial(served.address, served.token, hello, timeout_s=20)
         with ov.connect(served, 0, served.token) as client:
             assert take(client, 1)[0][0] == 0

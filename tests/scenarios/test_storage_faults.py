@@ -141,13 +141,24 @@ FAULTS: dict[str, tuple[Break, str]] = {
 }
 
 
+def trouble(session: ov.Session) -> dict[str, Any]:
+    """At nothing while the host that reads does not answer."""
+    found: dict[str, Any] = session.metrics()["sources"]["web"]["storage"]
+    return found
+
+
+def trouble_there_was(session: ov.Session) -> dict[str, Any]:
+    found: dict[str, Any] = until(lambda: (now := trouble(session))["errors"] and now)
+    return found
+
+
 @contextmanager
-def mended_later(session: ov.Session, mend: Callable[[], None], tries: int = 2) -> Iterator[None]:
-    """Mends when the job has been seen to try again."""
+def mended_later(session: ov.Session, mend: Callable[[], None], kind: str, tries: int = 2) -> Iterator[None]:
+    """Mends when the job has been seen to try again, and to have met what was broken: first a file is gone, whatever takes its place."""
 
     def work() -> None:
         try:
-            until(lambda: session.metrics()["sources"]["web"]["storage"]["retries"] >= tries)
+            until(lambda: (found := trouble(session))["retries"] >= tries and found["errors"].get(kind))
         finally:
             mend()
 
@@ -170,9 +181,9 @@ def test_files_that_fail_for_a_while_cost_time_and_nothing_else(
         client = session.client(0)
         got = [next(client), next(client)]
         mend = act(where)
-        with mended_later(session, mend):
+        with mended_later(session, mend, kind):
             got += list(client)
-        found = session.metrics()["sources"]["web"]["storage"]
+        found = trouble_there_was(session)
         assert session.quarantine() == []
     assert delivered(got) == undisturbed[format]
     assert set(found["errors"]) <= {kind, "gone", "changed"}  # while several files are broken one by one, or mended
@@ -211,7 +222,7 @@ def test_a_mount_that_fails_for_a_while_costs_time_and_nothing_else(
         got = [next(client), next(client)]
         fail(switches, fault, 3)
         got += list(client)
-        found = session.metrics()["sources"]["web"]["storage"]
+        found = trouble_there_was(session)
         assert session.quarantine() == []
     assert delivered(got) == undisturbed[format]
     kind = {"EACCES": "denied", "short": "short read"}.get(fault, fault)
@@ -243,7 +254,7 @@ def test_a_read_that_hangs_is_named_by_who_waits_for_it_and_goes_on_when_it_can(
         thread.start()
         got += list(client)
         thread.join()
-        assert session.metrics()["sources"]["web"]["storage"]["waited_s"] >= 1
+        until(lambda: trouble(session)["waited_s"] >= 1)
     assert delivered(got) == undisturbed["parquet"]
     named = rf"loader/web/0 is reading {re.escape(str(corpora['parquet']))}/part-\d+\.parquet for \d+ s"
     assert any(re.search(named, words) for words in said), said
@@ -289,7 +300,7 @@ def lasting(made: ov.Job, act: Callable[[], object], runtime: str = "local") -> 
         with pytest.raises(StorageError) as caught:
             take_all(client, got)
         assert session.quarantine() == []
-        return caught.value, session.metrics()["sources"]["web"]["storage"], delivered(got)
+        return caught.value, trouble_there_was(session), delivered(got)
 
 
 LASTING = [
@@ -338,7 +349,7 @@ def test_a_read_that_never_ends_is_given_up_and_what_it_finds_later_is_dropped(
             with pytest.raises(StorageError, match=r"a read has not ended for \d+\.\d s; the disk or the mount hangs") as caught:
                 take_all(client, got)
             assert re.search(r"part-\d+\.jsonl\.zst$", caught.value.path)
-            found = session.metrics()["sources"]["web"]["storage"]
+            found = trouble_there_was(session)
             assert found["errors"] == {"stalled": 1}
             assert found["given_up"] == 1
             assert found["waited_s"] > 0
@@ -533,7 +544,7 @@ def test_a_mount_that_hangs_when_a_job_is_launched_is_named(
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.3")
     hang(switches)
     try:
-        with pytest.raises(StorageError, match=r"source 'web', .*part-\d+\.arrow: no answer for \d s; the disk or the mount hangs"):
+        with pytest.raises(StorageError, match=r"source 'web', .*part-\d+\.arrow: no answer for \d+ s; the disk or the mount hangs"):
             ov.launch(in_order(str(corpora["arrow"]), "arrow"), cache_dir=switches.parent / "cache")
     finally:
         let_go(switches)

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,16 @@ def next_when(asked: threading.Event, client: ov.Client) -> ov.Step:
 
 def rest(client: ov.Client) -> list[Any]:
     return [content(step) for step in client]
+
+
+@contextmanager
+def impatient(client: ov.Client, seconds: float = 0.3) -> Iterator[None]:
+    """Where no step can come. Those before and after it may take as long as they do, and so may whoever is asked why none comes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "_limit_s", seconds)
+        for asked in ("client.connect.WHY_S", "runtime.session.WHY_S", "runtime.asked.ASK_S"):
+            patch.setattr(f"overlord.{asked}", WAIT_S)
+        yield
 
 
 def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -298,14 +309,11 @@ def test_a_stall_names_the_rank_and_step_though_the_pump_cannot_answer() -> None
 
 
 def test_a_stall_says_which_rank_holds_the_steps() -> None:
-    with launch(job()) as session, pytest.MonkeyPatch.context() as patch:
+    with launch(job()) as session:
         fast, _ = session.client(0), session.client(1)
         take(fast, 3)
         until(lambda: session._taken.get(0, -1) >= 0)  # of one that is connected it is heard a moment later
-        fast._limit_s = 0.2
-        for module in ("runtime.session", "client.connect"):
-            patch.setattr(f"overlord.{module}.WHY_S", WAIT_S)
-        with pytest.raises(DataStall, match="rank 1"):
+        with impatient(fast), pytest.raises(DataStall, match="rank 1"):
             next(fast)
 
 

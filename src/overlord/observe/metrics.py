@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from overlord.runtime.planneractor import Counted
 
 
-def job_metrics(planner: Planner | Counted, figures: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Steps, samples and tokens, what each source gave, the mix of the last steps, reports, memory."""
-    totals, roles = planner.ledger, pss_by_role(figures)
+def job_metrics(planner: Planner | Counted, figures: Mapping[str, Any], sources: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Steps, samples and tokens, what each source gave, the mix of the last steps, reports, memory. ``sources``: by name, what of storage
+    and images its readers count, at nothing: it is told where none of them answers, too."""
+    totals, names, roles = planner.ledger, list(sources), pss_by_role(figures)
     return {
         "planned_steps": planner.next_step,
         "samples": int(totals.samples.sum()),
         "tokens": int(totals.tokens.sum()),
-        "sources": _by_source(planner, figures, names),
+        "sources": _by_source(planner, figures, sources),
         "mix": mix_by_step(totals.mixed, names),
         "feedback": planner.feedback,
         "memory": {**figures["memory"], "pss": sum(roles.values()), "roles": roles},
@@ -51,17 +52,19 @@ def _apart(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [figures["planner"]] if "planner" in figures else []
 
 
-def _by_source(planner: Planner | Counted, figures: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _by_source(
+    planner: Planner | Counted, figures: Mapping[str, Any], sources: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
     totals, dropped = planner.ledger, planner.dropped
     drawn = max(1, int(totals.samples.sum()))
-    weights = list(planner.weights) or [0.0] * len(names)
+    weights = list(planner.weights) or [0.0] * len(sources)
     stats: dict[str, dict[str, Any]] = {
         name: {
             "wanted": w / (sum(weights) or 1.0), "realised": int(totals.samples[i]) / drawn, "samples": int(totals.samples[i]),
             "tokens": int(totals.tokens[i]), "quarantined": int(totals.quarantined[i]), "dropped": dropped[i],
-            "read_s": 0.0, "transform_s": 0.0, "ready": 0, **dict.fromkeys(BYTES, 0), "shadow_bytes": 0, "bytes": 0,
+            "read_s": 0.0, "transform_s": 0.0, "ready": 0, **dict.fromkeys(BYTES, 0), "shadow_bytes": 0, "bytes": 0, **at_nothing,
         }
-        for i, (name, w) in enumerate(zip(names, weights, strict=True))
+        for i, ((name, at_nothing), w) in enumerate(zip(sources.items(), weights, strict=True))
     }  # fmt: skip
     for row in figures["loaders"]:
         s = stats[row["source"]]

@@ -166,8 +166,8 @@ class Asked(Written):
         return {
             "loader": loader, "source": self._source_of(loader), "doing": f"unknown: {host.handle.name} {host.lost or 'does not answer'}",
             "ready": 0, "ready_bytes": 0, "kept_bytes": 0, "window_bytes": 0, "open_bytes": 0, "shadow": False, "read_s": 0.0,
-            "transform_s": 0.0, "samples": 0, "tokens": 0, "store": None, "worker_pss": 0, "worker": False, "worker_pid": None,
-            "pid": host.handle.pid,
+            "transform_s": 0.0, "of_samples_s": (0.0, 0.0), "core_s": 0.0, "samples": 0, "tokens": 0, "store": None, "storage": None,
+            "images": None, "worker_pss": 0, "worker": False, "worker_pid": None, "pid": host.handle.pid,
         }  # fmt: skip
 
     def _processes(self) -> list[Remote]:

@@ -37,6 +37,7 @@ from overlord.sources.base import ReadOptions
 from overlord.sources.handles import ChunkReader, HandleCache
 from overlord.sources.index import Index, Left, build_indexes, build_some, default_cache_dir
 from overlord.sources.index import SourceSpec as IndexSpec
+from overlord.sources.patience import Tally
 from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.worker import TransformWorker
 
@@ -186,6 +187,19 @@ class Blueprint:
             order=self.orders[i], index=self.indexes[i], read=self._read_options(source, self.pipelines[i]), pipeline=self.pipelines[i],
             epochs=source.epochs, processes=self.pipelines[i].holds_lock or source.workers != "threads",
         )  # fmt: skip
+
+    def at_nothing(self) -> dict[str, dict[str, Any]]:
+        """What of storage and images readers of a source count, by its name, where none has counted anything yet."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, index, pipeline in zip(self.job.names, self.indexes, self.pipelines, strict=True):
+            mine, tally = found.setdefault(name, {}), Tally(name)
+            if index.access.remote:
+                mine["store"] = tally.metrics()
+            if index.access.fs is not None:
+                mine["storage"] = tally.trouble()
+            if any(t.kind == "images" for t in pipeline.transforms):
+                mine["images"] = {"bytes_in": 0, "bytes_out": 0}
+        return found
 
     @property
     def budget_bytes(self) -> int:

@@ -55,6 +55,7 @@ from overlord.runtime.starting import Recipes, Starter, constructors_of, n_const
 log = logging.getLogger("overlord")
 
 TAKEN_S = 2.0  # for a constructor host to say how far a rank is
+LEAVE_S = 1.0  # for all hosts together to end
 
 
 class ProcessHost(Scaling):
@@ -400,7 +401,7 @@ class ProcessHost(Scaling):
         self._closed = True
         self._close_past()
         self._stop_looking()
-        self._control.shutdown(1.0)
+        self._control.shutdown(LEAVE_S)
 
     def check(self) -> None:
         self.planner.check()
