@@ -23,8 +23,9 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy
 
+# Three at a time for two cores: half of what tests of faults take is waiting.
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+	$(BIN)/python -m pytest -n 3 --dist worksteal tests
 
 # The laws on examples that nobody has seen yet: make laws EXAMPLES=2000
 EXAMPLES ?= 600

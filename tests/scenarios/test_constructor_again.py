@@ -25,7 +25,7 @@ from tests.processes import WAIT_S, until
 from tests.scenarios.test_serving import by_tcp
 from tests.unit.test_gathering import documents, placed
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 
 G = STRIDE
 

@@ -12,13 +12,14 @@ import pytest
 
 import overlord as ov
 from overlord.channel.dialling import dial
-from overlord.client.direct import DirectInbox
-from overlord.errors import ActorLost, JobError, OverlordError
+from overlord.channel.link import CLOSES
+from overlord.client.direct import DirectInbox, OwnConstructor
+from overlord.errors import ActorLost, JobError, LinkRefused, OverlordError
 from tests.processes import WAIT_S, stalls_for, until
 from tests.scenarios.test_serving import TAKE_ALL, as_json, closing, found, join_all, trainer
 from tests.unit.test_session import content, in_thread, job, launch, rest, rows, take, whole_run
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(200)
 WORLD = ov.ClientPlaceTree(dp=2, tp=2)
 
 
@@ -192,6 +193,47 @@ def test_ranks_go_back_to_a_state_one_after_another() -> None:
         clients[1].load_state_dict(state)
         clients[1].load_state_dict(state)  # it stands there already, and keeps what it was sent
         assert [take(c, 3) for c in clients] == wanted
+        closing(clients)
+
+
+def closing_once(monkeypatch: pytest.MonkeyPatch) -> list[LinkRefused]:
+    """The next one who dials finds a planner that closes, since the session is being moved; where it is then is told a moment later."""
+    once, dials = [LinkRefused("the old one", CLOSES)], OwnConstructor._dial
+
+    def closing(own: OwnConstructor, address: str, token: str) -> Any:
+        if once:
+            raise once.pop()
+        return dials(own, address, token)
+
+    monkeypatch.setattr(OwnConstructor, "_dial", closing)
+    return once
+
+
+def test_a_rank_whose_planner_closes_asks_again_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with direct(job(n=60)) as session:
+        clients = join_all(session.serve(), 2)
+        take(clients[0], 2), take(clients[1], 2)
+        state = clients[0].state_dict()
+        wanted = [take(c, 3) for c in clients]
+        once = closing_once(monkeypatch)
+        clients[1]._inbox._own._link.close()  # type: ignore[attr-defined]
+        with pytest.raises(OverlordError, match="load a saved state"):  # of the planner, which is still the same
+            rest(clients[1])
+        assert once == []
+        for client in clients:
+            client.load_state_dict(state)
+        assert [take(c, 3) for c in clients] == wanted
+        closing(clients)
+
+
+def test_who_connects_while_another_rank_moves_the_session_gets_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [whole_run(job(n=60), rank) for rank in range(2)]
+    with direct(job(n=60)) as session:
+        served = session.serve()
+        once = closing_once(monkeypatch)
+        clients = join_all(served, 2)
+        assert once == []
+        assert contents(clients) == wanted
         closing(clients)
 
 

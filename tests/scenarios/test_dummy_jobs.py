@@ -13,7 +13,7 @@ from overlord.runtime.options import Options
 from overlord.simulation.measuring import measured
 from tests.corpus import write_rows
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 ROWS = [{"tokens": list(range(1 + i % 400))} for i in range(800)]
 
 

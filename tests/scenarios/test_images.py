@@ -19,7 +19,7 @@ from tests.images import IMAGES, PLACEHOLDER, job, picture, sources, text, token
 from tests.processes import PARTS, launch, play, run, until, written
 from tests.worlds import Rows
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 
 APART = {"sources_per_host": 1, "hosts": 3, "constructor_hosts": 2}
 GROUPS = ov.ClientPlaceTree(dp=2, tp=2)

@@ -17,7 +17,7 @@ from overlord.journal.log import Log, read
 from overlord.journal.record import Record
 from tests.journals import JOB
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 KILLS = 30
 NUMBER = struct.Struct("<q")
 

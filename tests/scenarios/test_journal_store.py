@@ -18,7 +18,7 @@ from tests.stores import BUCKET, Fault, Proxy
 from tests.worlds import Rows
 
 pytest.importorskip("obstore")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 _count = iter(range(1000))
 
 

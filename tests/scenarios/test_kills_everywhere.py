@@ -24,7 +24,7 @@ from overlord.simulation.running import run_scenario, undisturbed
 from overlord.simulation.scenario import STEPS, Scenario, draw
 from tests.processes import launch
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 
 PARTS_OF = {"loader": "loader-host/1", "constructor": "constructor-host/0", "planner": "planner"}
 LOSSES = {5: ["loader"], 11: ["constructor"], 17: ["planner"], 23: ["loader", "constructor", "planner"]}

@@ -13,7 +13,7 @@ from overlord.observe.metrics import pss_by_role
 from tests.corpus import write_rows
 from tests.processes import PARTS, heard, until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 ROWS = [{"tokens": list(range(1 + i % 40)), "n": i} for i in range(400)]
 
 

@@ -14,7 +14,7 @@ from overlord.constructor.views import join
 from overlord.errors import PlanError
 from tests.scenarios.test_runtime import RUNTIMES, Held, Outcome, all_clean, job, run, wanted
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 runtimes = pytest.mark.parametrize("runtime", RUNTIMES)
 builders = pytest.mark.parametrize("runtime", [r for r in RUNTIMES if r != "direct"])  # code does not travel to clients that build
 

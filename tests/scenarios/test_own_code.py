@@ -14,7 +14,7 @@ from overlord.errors import DataStall
 from tests.corpus import write_rows
 from tests.processes import RUNTIMES, WAIT_S, hosts_of, launch
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 
 NEVER = 40  # reads before it have shown to be short: what is short may be done in the pump
 

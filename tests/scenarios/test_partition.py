@@ -15,7 +15,7 @@ from overlord.scaling.profile import JobProfile, SourceProfile
 from tests.corpus import write_rows
 from tests.processes import RUNTIMES, Played, launch, play, run, until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 COSTS = {"web": 1e-3, "code": 8e-2, "books": 3e-3}  # seconds of a sample: code is what the job is made of
 
 

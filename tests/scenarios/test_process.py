@@ -23,7 +23,7 @@ from tests.properties.test_combined import LAG, Scene
 from tests.properties.test_feedback import Chaser, trainer
 from tests.worlds import Rows, World, folder
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 
 APART = {"sources_per_host": 1, "hosts": 4, "constructor_hosts": 2}  # every source in a host of its own, two hosts of constructors
 

@@ -17,7 +17,7 @@ from overlord.errors import DataStall, OverlordError
 from tests.processes import RUNTIMES, WAIT_S, Played, halt, heard, hosts_left, hosts_of, launch, play, run, until, written
 from tests.scenarios.test_process import job, rows, source
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.fixture(scope="module")

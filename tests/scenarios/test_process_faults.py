@@ -40,7 +40,7 @@ from tests.processes import (
 from tests.scenarios.test_process import job, rows, source
 from tests.worlds import Rows
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 
 ENDS: dict[str, Any] = {"failover": False}  # a lost part ends the job
 OPENED_NOT = ActorLost if PARTS == "process" else ImportError  # Ray opens code in our hands, and what it raises comes here

@@ -22,7 +22,7 @@ from overlord.sample import Ragged
 from tests.processes import Played, hosts_left, hosts_of, launch, play, run, until
 from tests.scenarios.test_process import job, source
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 
 DOCUMENTS = Ragged(np.arange(10, dtype=np.int32), np.arange(0, 11, 2))
 

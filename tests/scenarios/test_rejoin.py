@@ -25,7 +25,7 @@ from tests.processes import PARTS, halt, hosts_of, until
 from tests.scenarios.test_serving import found, runtimes, trainer
 from tests.unit.test_session import content, job, launch, take, whole_run
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 
 TAKE_AND_DIE = """
 got = [(step.step, [mb["tokens"].tolist() for mb in step]) for step in (next(client) for _ in range({n}))]

@@ -23,7 +23,7 @@ from tests.reference import reference_stream
 from tests.worlds import Rows
 
 RUNTIMES = ("local", "simulated", "process", "direct", "ray")  # direct: the process runtime without constructors
-pytestmark = [pytest.mark.timeout(120), pytest.mark.parametrize("runtime", RUNTIMES)]
+pytestmark = [pytest.mark.timeout(200), pytest.mark.parametrize("runtime", RUNTIMES)]
 
 
 @dataclass

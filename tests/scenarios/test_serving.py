@@ -34,7 +34,7 @@ from tests.processes import PARTS, RUNTIMES, WAIT_S, halt
 from tests.unit import test_session as stories
 from tests.unit.test_session import content, impatient, in_thread, job, launch, rest, take, whole_run
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(200)
 ROOT = Path(__file__).resolve().parents[2]
 runtimes = pytest.mark.parametrize("runtime", RUNTIMES)
 

@@ -24,7 +24,7 @@ from tests.mounts import fail, hang, let_go, mounted
 from tests.processes import PARTS, RUNTIMES, hosts_of, until
 from tests.storejobs import BIG, FORMATS, delivered, in_order, source
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 SET_ASIDE = ".aside"
 Break = Callable[[Path], Callable[[], None]]
 

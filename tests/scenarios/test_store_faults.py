@@ -20,7 +20,7 @@ from tests.storejobs import FORMATS, ROWS, S3, delivered, in_order, job, stream
 from tests.stores import BUCKET, Fault, S3Server
 
 pytest.importorskip("obstore")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 PASSING = [(503, "503"), (500, "500"), (429, "429"), ("short", "short body"), ("less", "short body"), ("reset", "connection"),
            ("stall", "timeout"), ("whole", "whole object"), ("elsewhere", "other range")]  # fmt: skip
 

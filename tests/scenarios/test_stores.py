@@ -26,7 +26,7 @@ from tests.storejobs import FORMATS, ROWS, S3, delivered, job, stream
 from tests.stores import BUCKET, Fault
 
 pytest.importorskip("obstore")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.mark.parametrize("runtime", ["local", PARTS, "simulated"])

@@ -19,7 +19,7 @@ from overlord.simulation.engine import Add, Delays, VirtualExecutor, _Rank
 from tests.processes import until
 from tests.worlds import Rows
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 
 
 def source(name: str, n: int = 400, **changes: Any) -> ov.Source:

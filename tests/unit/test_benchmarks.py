@@ -273,7 +273,7 @@ def test_the_model_page_names_its_assumptions_in_every_row() -> None:
     assert endtoend_model.plot(found, "coyo").startswith("<svg")
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(200)
 def test_without_constructors_the_benchmark_counts_a_link_from_every_loader_host_to_every_rank(tmp_path: Path) -> None:
     fetching.write_sources(tmp_path, 2, rows=200)
     case = FetchingCase(

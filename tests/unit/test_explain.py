@@ -24,7 +24,7 @@ from tests.corpus import write_rows
 from tests.processes import until
 from tests.worlds import Rows
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 
 
 def rows(n: int, base: int = 0) -> list[dict[str, Any]]:

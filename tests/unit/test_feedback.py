@@ -23,7 +23,7 @@ from overlord.planner.schedulebase import learns
 from tests.processes import until
 from tests.worlds import Rows
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 
 
 class Listener:

@@ -16,7 +16,7 @@ from overlord.runtime.bootstrap import _source_of
 from tests.processes import until
 from tests.worlds import Rows
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 
 
 def rows(n: int, first: int) -> Rows:

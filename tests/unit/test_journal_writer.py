@@ -16,7 +16,7 @@ from overlord.journal.log import Log
 from overlord.journal.writer import Writer
 from tests.journals import JOB, Memory, numbers, plan
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 
 
 class Told:

@@ -17,7 +17,7 @@ from overlord.errors import JobError, StateMismatch
 from tests.processes import WAIT_S, left_after
 from tests.worlds import Rows
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 
 
 def source(name: str = "web", n: int = 40, **fields: Any) -> ov.Source:

@@ -13,7 +13,7 @@ import pytest
 
 from overlord.observe.memory import own_bytes, pss_bytes
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 MB = 2**20
 # Bare interpreters: of what this process has of libraries, others that come and go take tens of MB.
 DOES = """

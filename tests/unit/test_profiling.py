@@ -25,7 +25,7 @@ from overlord.scaling.profile import JobProfile, SourceProfile
 from tests.corpus import write_rows
 from tests.worlds import Rows
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 WORDS = ["a", "few", "words", "of", "text"]
 
 

@@ -25,7 +25,7 @@ from overlord.runtime import journalling
 from tests.journaled import recovered
 from tests.processes import until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 ROWS = {name: [{"tokens": [1 + k % 90] * (1 + (k * n) % 17)} for k in range(200)] for n, name in ((3, "a"), (5, "b"), (7, "c"))}
 
 

@@ -39,7 +39,7 @@ from overlord.planner.strategy import llm_balance
 from tests.processes import WAIT_S, until
 from tests.worlds import Rows
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 
 
 def rows(n: int, first: int = 0) -> Rows:

@@ -16,7 +16,7 @@ from typing import Any
 
 from overlord.channel.address import HAS_SHARED_MEMORY
 from overlord.channel.dialling import dial
-from overlord.channel.link import TIMEOUT, Link
+from overlord.channel.link import CLOSES, TIMEOUT, Link
 from overlord.channel.server import Server
 from overlord.client.client import Inbox
 from overlord.constructor.assembler import Assembler
@@ -62,11 +62,24 @@ class DirectInbox:
         self._open(address, token)
 
     def _open(self, address: str, token: str) -> None:
+        """What is wrong is told when a step is asked for: a state may be loaded before."""
         self._inbox = Inbox()
-        try:
-            self._own = OwnConstructor(self.rank, self._inbox, address, token, self._where, self.generation, self._reconnect_s)
-        except LinkRefused as refused:  # told when a step is asked for: a state may be loaded before
-            self._inbox.end(OverlordError(refused.reason))
+        start, pause = time.monotonic(), FIRST_PAUSE_S
+        while self._own is None:
+            try:
+                self._own = OwnConstructor(self.rank, self._inbox, address, token, self._where, self.generation, self._reconnect_s)
+            except LinkRefused as refused:
+                if refused.reason != CLOSES or time.monotonic() - start >= self._reconnect_s:
+                    return self._inbox.end(OverlordError(refused.reason))
+                time.sleep(pause)  # the session is being moved, and tells soon where
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+                try:
+                    address, token = self._where(self.generation) or (address, token)
+                except (ActorLost, DataStall):
+                    continue
+                except (Followed, OverlordError) as over:
+                    return self._inbox.end(over)
+        return None
 
     def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
         start = time.monotonic()
@@ -210,12 +223,14 @@ class OwnConstructor(Carrier):
                 return False
             except (ActorLost, DataStall) as again:
                 fault = again
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_S)
             except LinkRefused as refused:
-                return self._give_up(OverlordError(refused.reason))
+                if refused.reason != CLOSES:
+                    return self._give_up(OverlordError(refused.reason))
+                fault = ActorLost(PLANNER, CLOSES)  # the session is being moved, and tells soon where
             except OverlordError as over:  # the session was moved, or is closed
                 return self._give_up(over)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
         return False
 
     def _give_up(self, error: OverlordError) -> bool:
