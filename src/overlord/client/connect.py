@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 from weakref import WeakSet
 
+from overlord.channel.dialling import AGAIN_S
 from overlord.client.asking import FRONT_DOOR, Asking
 from overlord.client.client import Box, Client, State
 from overlord.client.remote import HOSTS, RemoteInbox
@@ -59,6 +60,7 @@ def _started(asking: Asking, timeout_s: float) -> Mapping[str, Any]:
             if time.monotonic() >= deadline:
                 raise fault or stall from None
             fault = stall
+        time.sleep(AGAIN_S)
 
 
 def _given(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
