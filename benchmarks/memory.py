@@ -1,6 +1,6 @@
 """Memory and fetch time by sources, ranks and workers: Overlord beside a DataLoader in every rank (Figures 12 and 15 of the paper).
 
-    python benchmarks/memory.py --save                                   # for the record: about 45 minutes on two idle cores
+    python benchmarks/memory.py --save                                   # for the record: three quarters of an hour on two idle cores
     python benchmarks/memory.py --sources 5 --ranks 2 --workers 1 --kinds torch,local,process --no-extras    # a look
 
 PSS over all processes of a cell, less what the ranks held after their imports: every rank of every loader imports torch. Hosts and the
