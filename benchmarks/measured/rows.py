@@ -101,11 +101,11 @@ ROWS: Sequence[Sequence[Row]] = (
     ),
     (
         Row(
-            claim="Less memory than a DataLoader in each of 8 ranks: 300 sources, shuffled, each at the smallest setting that keeps pace",
+            claim="Less memory than a DataLoader in each of 8 ranks: 300 sources, shuffled, each at its smallest setting that keeps pace",
             cell=_memory_of("smallest that keeps pace", SIXTEEN), above=1.0,
         ),
         Row(
-            claim="Less memory than a DataLoader in each of 8 ranks, on 2 cores: 300 sources, shuffled, each at the smallest setting that keeps pace",
+            claim="Less memory than a DataLoader in each of 8 ranks (2 cores): 300 sources, shuffled, each at its smallest setting",
             cell=_memory_of("smallest that keeps pace", TWO), above=1.0,
         ),
         Row(
