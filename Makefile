@@ -7,7 +7,7 @@ export PYTHONPATH := src
 export OVERLORD_CACHE ?= $(CURDIR)/build/cache
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters, each of which would compile every module again
 
-.PHONY: demo test lint types unit laws ray bench soak clean
+.PHONY: demo test lint types unit laws ray bench soak package clean
 
 # make demo RUNTIME=ray runs it on a Ray cluster of this machine.
 RUNTIME ?= local
@@ -55,6 +55,14 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/endtoend_model.py
 	$(BIN)/python benchmarks/throughput.py
+
+# The distribution as users get it: built in isolation, installed with its dependencies into an empty environment, tried there.
+package: $(VENV)/.test
+	rm -rf build/dist build/clean && mkdir -p build/clean
+	$(BIN)/python -m build --outdir build/dist .
+	$(PYTHON) -m venv build/clean/venv
+	build/clean/venv/bin/python -m pip install -q build/dist/overlord_data-*.whl
+	cd build/clean && env -u PYTHONPATH ./venv/bin/overlord demo
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,11 +1,12 @@
 """Memory and fetch time by sources, ranks and workers: Overlord beside a DataLoader in every rank (Figures 12 and 15 of the paper).
 
-    python benchmarks/memory.py --save                                   # for the record: about 20 minutes on two idle cores
+    python benchmarks/memory.py --save                                   # for the record: three quarters of an hour on two idle cores
     python benchmarks/memory.py --sources 5 --ranks 2 --workers 1 --kinds torch,local,process --no-extras    # a look
 
-PSS over all processes of a cell, less what the ranks held after their imports (a trainer has those anyway); hosts and the launching
-process count whole. All are asked for the same steps at the same pace. Cells that would not fit this machine are computed from slopes
-fitted over those that did, and say so. Some sources have row groups of 16 MB and more. How it is measured: benchmarks/README.md.
+PSS over all processes of a cell, less what the ranks held after their imports: every rank of every loader imports torch. Hosts and the
+launching process count whole. Rows are shuffled (Overlord's default) and in order. Both sides are compared at equal settings, and each
+at the smallest setting that keeps the pace demanded of all. Cells that would not fit this machine are computed from slopes fitted over
+those that did, and say so. Some sources have row groups of 16 MB and more. How it is measured: benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # its own modules, also when started from elsewhere
 
@@ -27,7 +27,10 @@ from rich.console import Console
 from corpus import default_folder
 from holding.case import COLOCATED, KINDS, LOCAL, PROCESS, RAY, Case, Found
 from holding.cell import run
+from holding.compared import HEAD as COMPARED_HEAD
+from holding.compared import MOST, SMALLEST, compare, on_off, source_parallelism
 from holding.corpora import mixed_corpus
+from holding.grids import Extent, extras, grid, needless, parallelism
 from holding.slopes import Slopes, fit, guess
 from overlord import limits
 from page import Numbers, command_line, machine, markdown_table, progress, save, shown_table, wide_console
@@ -36,57 +39,10 @@ from peers.ledger import SERVICES, adopt_orphans
 TARGET = 13.5  # times less than colocated, at the largest cell: the paper's best
 ROOM = 0.6  # of the memory that is free: a cell above it is not run
 HEAD = (
-    "loader",
-    "sources",
-    "ranks",
-    "workers",
-    "MB",
-    "x less than torch",
-    "with imports MB",
-    "Ray's own",
-    "shadows",
-    "processes",
-    "fetch ms",
-    "worst",
-    "late",
-)
-SLOPE_HEAD = ("loader", "MB for each", "", "", "", "", "worst fit")
-
-
-def grid(sources: Sequence[int], ranks: Sequence[int], workers: Sequence[int], kinds: Sequence[str], folder: str) -> list[Case]:
-    """Few ranks with all numbers of workers, many with the fewest and the most: enough for slopes. Overlord has no workers in ranks, but
-    threads: as many as most workers, and at the most ranks as few too."""
-    made = []
-    for n in sources:
-        if COLOCATED in kinds:
-            for r in ranks:
-                for w in workers if r == ranks[0] else sorted({workers[0], workers[-1]}):
-                    made.append(Case(kind=COLOCATED, folder=folder, n_sources=n, ranks=r, workers=w))
-        for kind in (k for k in (LOCAL, PROCESS, RAY) if k in kinds):
-            shapes = sorted({(ranks[0], workers[-1]), (ranks[-1], workers[0]), (ranks[-1], workers[-1])})
-            made += [Case(kind=kind, folder=folder, n_sources=n, ranks=r, workers=w) for r, w in shapes]
-    return sorted(made, key=lambda c: (c.n_sources, c.ranks * c.workers if c.kind == COLOCATED else 0))
-
-
-def extras(sources: Sequence[int], ranks: Sequence[int], workers: Sequence[int], kinds: Sequence[str], folder: str) -> list[Case]:
-    """With auto-partitioning on every runtime, and with shadows, at the largest."""
-    base = Case(kind=PROCESS, folder=folder, n_sources=sources[-1], ranks=ranks[-1], workers=workers[-1])
-    made = [replace(base, kind=kind, partition="auto") for kind in (LOCAL, PROCESS, RAY) if kind in kinds]
-    return made + ([replace(base, shadows=True, hosts=2)] if PROCESS in kinds else [])
-
-
-def parallelism(sources: Sequence[int], workers: Sequence[int], kinds: Sequence[str], folder: str) -> list[Case]:
-    """Figure 15: TP 16, DP 2, batch 32, a context of 32k; sources in one loader host and in two, and there with shadows, which stand in
-    the other host. One rank of a TP group loads. On Ray at the most sources."""
-    shape: dict[str, Any] = {"folder": folder, "ranks": 2, "context": 32_768, "microbatches": 1}
-    made = []
-    for n in [n for n in sources if n >= 100]:
-        for w in sorted({workers[0], workers[-1]}):
-            made += [Case(kind=COLOCATED, n_sources=n, workers=w, **shape)] if COLOCATED in kinds else []
-        for kind in (k for k in (PROCESS, RAY) if k in kinds and (k == PROCESS or n == max(sources))):
-            base = Case(kind=kind, n_sources=n, workers=workers[-1], hosts=1, tp=16, samples=32, **shape)
-            made += [base, replace(base, hosts=2), replace(base, hosts=2, shadows=True)]
-    return made
+    "loader", "shuffle", "sources", "ranks", "workers", "workers in all", "MB", "with imports MB", "Ray's own", "shadows", "processes",
+    "fetch ms", "worst", "late", "keeps pace",
+)  # fmt: skip
+SLOPE_HEAD = ("loader", "shuffle", "MB for each", "", "", "", "", "worst fit")
 
 
 def free_mb() -> float:
@@ -94,7 +50,7 @@ def free_mb() -> float:
     return min(int(lines["MemAvailable"].split()[0]) / 1024, limits.memory_bytes() / 2**20)
 
 
-def measure(cases: Sequence[Case], console: Console, limit_s: float) -> tuple[list[Found], dict[str, str]]:
+def measure(cases: Sequence[Case], extent: Extent, console: Console, limit_s: float) -> tuple[list[Found], dict[str, str]]:
     """Smallest first; one that would not fit is left for slopes, one that fails is told."""
     found: list[Found] = []
     failed: dict[str, str] = {}
@@ -102,7 +58,7 @@ def measure(cases: Sequence[Case], console: Console, limit_s: float) -> tuple[li
         bar = shown.add_task("", total=len(cases))
         for case in cases:
             shown.update(bar, description=f"{case.n_sources} sources, {case.ranks} ranks, {case.workers} workers: {case.name}")
-            if expected(case, found) < ROOM * free_mb():
+            if not needless(case, found, extent) and expected(case, found) < ROOM * free_mb():
                 try:
                     found.append(run(case, limit_s))
                 except Exception as failure:
@@ -110,12 +66,12 @@ def measure(cases: Sequence[Case], console: Console, limit_s: float) -> tuple[li
                         f"{type(failure).__name__}: {failure}"
                     )
             shown.advance(bar)
-    return found + by_slope(cases, found), failed
+    return found + by_slope([case for case in cases if not needless(case, found, extent)], found), failed
 
 
 def plain(found: Sequence[Found], case: Case) -> list[Found]:
     """Measured cells of the same kind and shape, without options of their own."""
-    shape = lambda c: (c.kind, c.tp, c.context, c.microbatches, c.hosts, c.partition, c.shadows)  # noqa: E731
+    shape = lambda c: (c.kind, c.shuffle, c.tp, c.context, c.microbatches, c.hosts, c.partition, c.shadows)  # noqa: E731
     return [f for f in found if shape(f.case) == shape(case) and not f.by_slope]
 
 
@@ -138,112 +94,101 @@ def by_slope(cases: Sequence[Case], found: Sequence[Found]) -> list[Found]:
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def rival(found: Sequence[Found], case: Case, workers: int) -> Found | None:
-    """The colocated loader with as many ranks, and so many workers."""
-    same = (case.n_sources, case.ranks, workers, case.context)
-    return next(
-        (f for f in found if f.case.kind == COLOCATED and (f.case.n_sources, f.case.ranks, f.case.workers, f.case.context) == same), None
-    )
-
-
 def rows_of(found: Sequence[Found]) -> list[list[str]]:
     rows = []
-    for f in sorted(
-        found, key=lambda f: (f.case.context, f.case.n_sources, f.case.ranks, f.case.kind != COLOCATED, f.case.name, f.case.workers)
-    ):
-        theirs = rival(found, f.case, f.case.workers) if f.case.kind != COLOCATED else None
-        ratio = "" if theirs is None else f"{theirs.over_mb / f.over_mb:.1f}" + (" (by slope)" if theirs.by_slope else "")
-        start = [f.case.name, str(f.case.n_sources), str(f.case.ranks), str(f.case.workers)]
+    in_order = lambda c: (c.context, c.n_sources, c.ranks, c.kind != COLOCATED, c.name, not c.shuffle, c.workers)  # noqa: E731
+    for f in sorted(found, key=lambda f: in_order(f.case)):
+        case = f.case
+        start = [case.name, on_off(case.shuffle), str(case.n_sources), str(case.ranks), str(case.workers), str(case.loading)]
         if f.by_slope:
-            rows.append([*start, f"{f.over_mb:.0f} (by slope)"] + [""] * (len(HEAD) - 5))
+            rows.append([*start, f"{f.over_mb:.0f} (by slope)"] + [""] * (len(HEAD) - len(start) - 1))
             continue
         waits = [1e3 * w for w in f.waits]
         services = f.parts_mb.get(SERVICES, 0.0)
         rows.append([
-            *start, f"{f.over_mb:.0f}", ratio, f"{f.whole_mb:.0f}", f"{services:.0f}" if services else "",
-            f"{f.shadows_mb:.1f}" if f.case.shadows else "", str(f.processes), f"{statistics.median(waits):.1f}", f"{max(waits):.0f}",
-            str(f.late),
+            *start, f"{f.over_mb:.0f}", f"{f.whole_mb:.0f}", f"{services:.0f}" if services else "",
+            f"{f.shadows_mb:.1f}" if case.shadows else "", str(f.processes), f"{statistics.median(waits):.1f}", f"{max(waits):.0f}",
+            str(f.late), "yes" if f.keeps_pace else "**no**",
         ])  # fmt: skip
     return rows
 
 
-def slopes_of(found: Sequence[Found]) -> list[Slopes]:
+def plain_cells(found: Sequence[Found], kind: str, shuffle: bool) -> list[Found]:
+    """Measured cells of Figure 12's shape, without options of their own."""
+    cells = [f for f in found if (f.case.kind, f.case.shuffle, f.case.tp, f.case.context, f.by_slope) == (kind, shuffle, 1, 8192, False)]
+    return [f for f in cells if not (f.case.hosts or f.case.partition or f.case.shadows)]
+
+
+def slopes_of(found: Sequence[Found]) -> list[tuple[str, Slopes]]:
+    """(shuffle, slopes) of every loader that has cells enough."""
     made = []
     for kind in KINDS:
-        cells = [
-            f for f in found if f.case.kind == kind and not f.by_slope and f.case.context == Case.__dataclass_fields__["context"].default
-        ]
-        cells = [f for f in cells if not (f.case.hosts or f.case.partition or f.case.shadows)]
-        if len(cells) >= (3 if kind == COLOCATED else 4):
-            made.append(fit(cells))
+        for shuffle in (True, False):
+            cells = plain_cells(found, kind, shuffle)
+            if len(cells) >= (3 if kind == COLOCATED else 4):
+                made.append((on_off(shuffle), fit(cells)))
     return made
 
 
-def slope_rows(slopes: Sequence[Slopes]) -> list[list[str]]:
+def slope_rows(slopes: Sequence[tuple[str, Slopes]]) -> list[list[str]]:
     rows = []
-    for s in slopes:
+    for shuffle, s in slopes:
         cells = [f"{name} {value:.3f}" for name, value in zip(s.names, s.values, strict=True)]
-        rows.append([s.kind, *(cells + [""] * (len(SLOPE_HEAD) - 2 - len(cells))), f"{s.worst:.0%}"])
+        rows.append([s.kind, shuffle, *(cells + [""] * (len(SLOPE_HEAD) - 3 - len(cells))), f"{s.worst:.0%}"])
     return rows
 
 
 def flatness(found: Sequence[Found]) -> list[str]:
     """What one more rank takes, by number of sources: the promise is that it does not grow with them."""
     lines = []
-    for kind in (LOCAL, PROCESS, RAY, COLOCATED):
-        cells = [
-            f
-            for f in found
-            if f.case.kind == kind and f.case.tp == 1 and not (f.case.hosts or f.case.partition or f.case.shadows or f.by_slope)
-        ]
+    for kind, shuffle in ((k, s) for k in (LOCAL, PROCESS, RAY, COLOCATED) for s in (True, False)):
+        cells = plain_cells(found, kind, shuffle)
         per_rank = {}
         for n in sorted({f.case.n_sources for f in cells}):
-            for w in sorted({f.case.workers for f in cells})[-1:]:
-                some = sorted(
-                    (f.case.ranks, f.over_mb) for f in cells if f.case.n_sources == n and f.case.workers == w and f.case.context == 8192
-                )
-                if len(some) > 1 and some[-1][0] > some[0][0]:
-                    per_rank[n] = (some[-1][1] - some[0][1]) / (some[-1][0] - some[0][0])
+            some = sorted((f.case.ranks, f.over_mb) for f in cells if f.case.n_sources == n and f.case.workers == 1)
+            if len(some) > 1 and some[-1][0] > some[0][0]:
+                per_rank[n] = (some[-1][1] - some[0][1]) / (some[-1][0] - some[0][0])
         if per_rank:
-            lines.append(f"{kind}: MB for one more rank " + ", ".join(f"{mb:.1f} at {n} sources" for n, mb in per_rank.items()) + ".")
+            order = "shuffled" if shuffle else "in order"
+            steps = ", ".join(f"{mb:.1f} at {n} sources" for n, mb in per_rank.items())
+            lines.append(f"{kind}, {order}, one worker: MB for one more rank {steps}.")
     return lines
 
 
 def verdict(found: Sequence[Found]) -> list[str]:
-    """The target at the largest cell."""
-    largest = max((f.case for f in found if f.case.kind == COLOCATED), key=lambda c: (c.n_sources, c.ranks, c.workers), default=None)
-    if largest is None:
-        return []
-    theirs, lines = rival(found, largest, largest.workers), []
-    for f in found:
-        if f.case.kind != COLOCATED and (f.case.n_sources, f.case.ranks, f.case.workers, f.case.context) == (
-            largest.n_sources,
-            largest.ranks,
-            largest.workers,
-            largest.context,
-        ):
-            assert theirs is not None
-            less = theirs.over_mb / f.over_mb
-            how = "by slope" if theirs.by_slope else "measured"
+    """The target at the most sources and ranks, at the smallest setting and at equal ones."""
+    made = [c for c in compare(found) if c.setting in (SMALLEST, MOST)]
+    largest = max(((c.ours.case.n_sources, c.ours.case.ranks) for c in made), default=None)
+    lines = []
+    for c in made:
+        case = c.ours.case
+        if (case.n_sources, case.ranks) == largest:
+            how = "measured" if c.measured else "by slope"
             lines.append(
-                f"{largest.n_sources} sources, {largest.ranks} ranks, {largest.workers} workers: {f.case.name} takes {less:.1f} times less "
-                f"than a colocated loader ({how}); {TARGET:g} is {'met' if less >= TARGET else 'missed'}."
+                f"{case.n_sources} sources, {case.ranks} ranks, {'shuffled' if case.shuffle else 'in order'}, {c.setting} ({case.loading} "
+                f"workers in all; torch {c.theirs.case.loading}): {case.name} takes {c.ratio:.1f} times less than a colocated loader "
+                f"({how}); {TARGET:g} is {'met' if c.ratio >= TARGET else 'missed'}."
             )
     return lines
 
 
 def page(found: Sequence[Found], failed: dict[str, str], today: str, command: str) -> str:
     about = (
-        "MB of PSS over all processes of a cell, the highest seen, less what ranks held after their imports. *With imports*: nothing "
-        "subtracted. *Ray's own*: its services, counted in MB too. *Fetch*: how long a rank waits for a step, asked for every half second; "
-        "*late*: steps that took longer than that. torch: one DataLoader in every rank. Overlord: as many loading threads in all "
-        "as one rank of torch has workers, and two at least. *Shadows*: what shadow loaders hold, counted in MB too."
+        "MB of PSS over all processes of a cell, the highest seen, less what ranks held after their imports; every rank of every loader "
+        "imports torch. *With imports*: nothing subtracted. *Ray's own*: its services, counted in MB too. *Fetch*: how long a rank waits "
+        "for a step, asked for every half second; *late*: steps that took longer than that; *keeps pace*: no step was late. torch: one "
+        "DataLoader in every rank, *workers* of each. Overlord: *workers* are loading threads in all. *Shuffle*: Overlord shuffles each "
+        "source, which is its default; a DataLoader has one buffer of 1,000 rows in each worker. *Shadows*: what shadow loaders hold, "
+        "counted in MB too."
     )
     usual = [f for f in found if f.case.context == 8192]
     parallel = [f for f in found if f.case.context != 8192]
     parts = [f"# Memory by sources, ranks and workers, {today}", f"{machine()}\n\n    {command}", about]
     parts += ["\n".join(f"- {line}" for line in [*verdict(usual), *flatness(usual)])]
     parts += [
+        "## Compared",
+        "*Smallest that keeps pace*: each side with the fewest workers of those tried. *Equal*: as many workers in all on both sides.",
+        markdown_table(COMPARED_HEAD, [c.row() for c in compare(usual)]),
         "## Cells (Figure 12)",
         markdown_table(HEAD, rows_of(usual)),
         "## Slopes",
@@ -252,16 +197,29 @@ def page(found: Sequence[Found], failed: dict[str, str], today: str, command: st
     if parallel:
         words = "TP 16, DP 2, batch 32, a context of 32k, no trainer; one rank of a TP group loads. Sources in one loader host or two."
         words += " With shadows each source is read in the other host too; what they hold stands apart, and is counted in MB too."
-        parts += ["## Source parallelism (Figure 15)", words, markdown_table(HEAD, rows_of(parallel))]
+        told = "\n".join(f"- {line}" for line in source_parallelism(parallel))
+        parts += ["## Source parallelism (Figure 15)", words, *([told] if told else []), markdown_table(HEAD, rows_of(parallel))]
     if failed:
         parts += ["## Failed", "\n".join(f"- {name}: {why}" for name, why in failed.items())]
     return "\n\n".join(parts) + "\n"
 
 
+class Orders(click.ParamType):
+    name = "on,off"
+
+    def convert(self, value: str | tuple[bool, ...], param: click.Parameter | None, ctx: click.Context | None) -> tuple[bool, ...]:
+        if isinstance(value, tuple):
+            return value
+        if unknown := [word for word in value.split(",") if word not in ("on", "off")]:
+            self.fail(f"expected on, off or both, got {unknown[0]!r}", param, ctx)
+        return tuple(word == "on" for word in value.split(","))
+
+
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--sources", type=Numbers(), default="5,100,300", show_default=True)
 @click.option("--ranks", type=Numbers(), default="2,8", show_default=True)
-@click.option("--workers", type=Numbers(), default="1,4", show_default=True)
+@click.option("--workers", type=Numbers(), default="1,2,4", show_default=True, help="Of one rank's DataLoader, ascending.")
+@click.option("--shuffle", "shuffles", type=Orders(), default="on,off", show_default=True)
 @click.option("--kinds", default=",".join(KINDS), show_default=True)
 @click.option("--extras/--no-extras", "more", default=True, help="Auto-partitioning, shadows, source parallelism.")
 @click.option("--data", type=click.Path(path_type=Path, file_okay=False), default=default_folder, help="Where the data is made and kept.")
@@ -269,8 +227,8 @@ def page(found: Sequence[Found], failed: dict[str, str], today: str, command: st
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Writes every cell's figures there.")
 @click.option("--save", "saving", is_flag=True, help="Writes the page, dated, to benchmarks/results.")
 def main(
-    sources: list[int], ranks: list[int], workers: list[int], kinds: str, more: bool, data: Path, limit_s: float,
-    json_path: Path | None, saving: bool,
+    sources: list[int], ranks: list[int], workers: list[int], shuffles: tuple[bool, ...], kinds: str, more: bool, data: Path,
+    limit_s: float, json_path: Path | None, saving: bool,
 ) -> None:  # fmt: skip
     console, today, wanted = wide_console(), datetime.date.today().isoformat(), kinds.split(",")
     if unknown := [kind for kind in wanted if kind not in KINDS]:
@@ -279,12 +237,21 @@ def main(
     with progress(console) as shown:
         bars = {name: shown.add_task(f"data: {name}", total=None) for name in ("sources", "tokenizer", "large sources")}
         folder = str(mixed_corpus(data, max(sources), 1, lambda name, at, of: shown.update(bars[name], completed=at, total=of)))
-    cases = grid(sources, ranks, workers, wanted, folder)
-    cases += extras(sources, ranks, workers, wanted, folder) + parallelism(sources, workers, wanted, folder) if more else []
-    found, failed = measure(cases, console, limit_s)
+    extent = Extent(
+        sources=tuple(sources), ranks=tuple(sorted(ranks)), workers=tuple(sorted(workers)), kinds=tuple(wanted), shuffles=shuffles,
+        folder=folder,
+    )  # fmt: skip
+    cases = grid(extent) + (extras(extent) + parallelism(extent) if more else [])
+    found, failed = measure(cases, extent, console, limit_s)
+    console.print(shown_table("compared", COMPARED_HEAD, [c.row() for c in compare(found)]))
     console.print(shown_table("cells", HEAD, rows_of(found)))
     console.print(shown_table("slopes", SLOPE_HEAD, slope_rows(slopes_of(found))))
-    for line in [*verdict(found), *flatness(found), *(f"failed: {name}: {why}" for name, why in failed.items())]:
+    for line in [
+        *verdict(found),
+        *flatness(found),
+        *source_parallelism(found),
+        *(f"failed: {name}: {why}" for name, why in failed.items()),
+    ]:
         console.print(line, markup=False)
     if json_path:
         json_path.write_text(

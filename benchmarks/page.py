@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-RESULTS = Path(__file__).resolve().parent / "results"
+from measured.pages import RESULTS, tagged, this_machine
+
 _STYLE = """<style>
 svg { --page:#fcfcfb; --ink:#0b0b0b; --muted:#52514e; --faint:#898781; --grid:#e4e3df; --axis:#c3c2b7;
   --s0:#2a78d6; --s1:#1baf7a; --s2:#eda100; --s3:#008300; --s4:#4a3aa7; --s5:#e34948; background: var(--page); }
@@ -51,11 +52,12 @@ def plot_file(svg: str) -> str:
 
 
 def save(name: str, text: str, plots: dict[str, str]) -> Path:
-    """The dated page and its plots, under benchmarks/results."""
+    """Write the dated page and its plots under benchmarks/results; no earlier page is overwritten."""
     images = RESULTS / "img"
     images.mkdir(parents=True, exist_ok=True)
     for plot, svg in plots.items():
         (images / f"{plot}.svg").write_text(plot_file(svg), encoding="utf-8")
+    name, text = tagged(name, text, this_machine())
     path = RESULTS / f"{name}.md"
     path.write_text(text, encoding="utf-8")
     return path

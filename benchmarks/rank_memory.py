@@ -29,13 +29,13 @@ from peers.data import corpora
 from peers.runner import CellFailed, Figures, run_cell
 from peers.work import Work
 
-OURS, THEIRS = "overlord-process", "torch"
+OURS, THEIRS = ("overlord-process", "overlord-process-shuffled"), "torch"  # shuffling is the default; torch reads in order
 RANK_TOKENS = {"null": 6_000_000, "tokenized": 500_000}  # of every rank
 RANK_TOKENS_PER_SOURCE = {"null": 60_000, "tokenized": 10_000}  # at least: the rarest source is opened too, and memory has come to rest
 QUICK = 10
 TARGET = 0.1  # of what a colocated DataLoader takes
-HEAD = ("job", "sources", "loader", "ranks", "processes", "PSS MB", "over idle MB", "clients MB", "clients over idle MB")
-SLOPES = ("job", "sources", "loader", "MB a rank", "over idle MB a rank", "clients over idle MB a rank", f"x {THEIRS}")
+HEAD = ("job", "sources", "loader", "ranks", "processes", "MB over imports", "with imports MB", "clients MB", "clients over imports MB")
+SLOPES = ("job", "sources", "loader", "MB over imports a rank", "with imports MB a rank", "clients over imports MB a rank", f"x {THEIRS}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ def measure(
 def row_of(run: Figures) -> list[str]:
     served = run.clients_pss_mb > 0
     clients = [f"{run.clients_pss_mb:.0f}", f"{clients_over_idle(run):.0f}"] if served else ["", ""]
-    memory = [f"{run.pss_mb:.0f}", f"{run.over_idle_mb:.0f}"]
+    memory = [f"{run.over_idle_mb:.0f}", f"{run.pss_mb:.0f}"]
     return [run.job, str(run.n_sources), run.peer, str(run.ranks), str(run.processes), *memory, *clients]
 
 
@@ -101,8 +101,8 @@ def slope_rows(runs: Sequence[Figures]) -> list[list[str]]:
     for (job, n, peer), slope in slopes.items():
         theirs = slopes.get((job, n, THEIRS))
         ratio = f"{slope.over_idle / theirs.over_idle:.2f}" if theirs is not None and theirs.over_idle > 0 else ""
-        clients = f"{slope.clients:.1f}" if peer == OURS else ""
-        rows.append([job, str(n), peer, f"{slope.pss:.1f}", f"{slope.over_idle:.1f}", clients, ratio])
+        clients = f"{slope.clients:.1f}" if peer in OURS else ""
+        rows.append([job, str(n), peer, f"{slope.over_idle:.1f}", f"{slope.pss:.1f}", clients, ratio])
     return rows
 
 
@@ -119,7 +119,7 @@ def page(runs: Sequence[Figures], today: str, command: str) -> str:
 @click.option("--sources", type=Numbers(), default="5,100,300", show_default=True)
 @click.option("--jobs", default="null,tokenized", show_default=True)
 @click.option("--ranks", type=Numbers(), default="2,8", show_default=True)
-@click.option("--peers", default=f"{OURS},{THEIRS}", show_default=True)
+@click.option("--peers", default=",".join((*OURS, THEIRS)), show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="Runs of each cell; slopes are of their medians.")
 @click.option("--quick", is_flag=True, help=f"{QUICK} times fewer tokens: a look, not a measurement.")
 @click.option("--data", type=click.Path(path_type=Path, file_okay=False), default=default_folder, help="Where the data is made and kept.")

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from corpus import Corpus, default_folder
-from page import Numbers, progress, wide_console
+from page import Numbers, progress, save, wide_console
 from peers.cell import MODULES
 from peers.data import corpora
 from peers.measure import wait_for_idle
@@ -43,7 +43,7 @@ RANKS = 8
 UNSTEADY_NOTE = "* not steady: this part of the run lived on what was read ahead before it; use the whole run, or more tokens"
 HEADINGS = (
     "job", "sources", "loader", "CPU s/Mtok", "x bare", "above bare, us/tok", "whole x bare", "start-up CPU s",
-    "first step s", "Mtok/s", "PSS MB (clients)", "over idle MB", "processes", "Mtok a run", "others, cores",
+    "first step s", "Mtok/s", "MB over imports", "with imports MB (clients)", "processes", "Mtok a run", "others, cores",
 )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def rows_of(setting: Setting, peers: Sequence[str]) -> list[list[str]]:
         row += [_spread([p.whole_ratio for p in paired], ".2f") if paired else "1"]
         row += [_median(runs, "startup_cpu_s", ".2f"), _median(runs, "first_step_s", ".2f")]
         of_it = f" ({_median(runs, 'clients_pss_mb', '.0f')})" if peer in SERVED else ""
-        row += [_median(runs, "speed", ".2f"), _median(runs, "pss_mb", ".0f") + of_it, _median(runs, "over_idle_mb", ".0f")]
+        row += [_median(runs, "speed", ".2f"), _median(runs, "over_idle_mb", ".0f"), _median(runs, "pss_mb", ".0f") + of_it]
         row += [str(runs[0].processes), _median(runs, "millions", ".0f"), _median(runs, "others_cores", ".2f")]
         rows.append(row)
     return rows
@@ -275,10 +275,10 @@ class TokenCounts(click.ParamType):
     "--wait-idle", "idle_s", type=float, default=0.0, show_default=True, help="Seconds a cell waits, at most, for an idle machine."
 )
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Writes every run's figures there.")
-@click.option("--save", is_flag=True, help="Writes the table, dated, to benchmarks/results.")
+@click.option("--save", "saving", is_flag=True, help="Writes the table, dated, to benchmarks/results.")
 def main(
     sources: list[int], jobs: list[str], peers: list[str], ranks: int, pairs: int, tokens: dict[str, int], overlord_times: int,
-    quick: bool, data: Path, seed: int, limit_s: float, idle_s: float, json_path: Path | None, save: bool,
+    quick: bool, data: Path, seed: int, limit_s: float, idle_s: float, json_path: Path | None, saving: bool,
 ) -> None:  # fmt: skip
     console = wide_console()
     amount = Amount(tokens, QUICK if quick else 1, overlord_times)
@@ -294,11 +294,8 @@ def main(
     if json_path:
         runs = [asdict(run) for setting in settings for run in setting.runs]
         json_path.write_text(json.dumps({"date": today, "machine": machine(), "pairs": pairs, "runs": runs}, indent=1))
-    if save:
-        path = Path(__file__).parent / "results" / f"{today}-throughput.md"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(markdown(settings, peers, pairs, today))
-        console.print(f"saved {path}")
+    if saving:
+        console.print(f"saved {save(f'{today}-throughput', markdown(settings, peers, pairs, today), {})}")
 
 
 if __name__ == "__main__":

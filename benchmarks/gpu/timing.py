@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+from measured.pages import RESULTS, tagged, this_machine
+
 AHEAD = 24  # pieces that are queued before the first is waited for
 Work = Callable[[], None]
 
@@ -120,7 +121,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def save(name: str, text: str, folder: Path) -> Path:
     """The dated page; ``$OUT`` where the machine's files come back from there, else benchmarks/results."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{date.today().isoformat()}-gpu-{name}.md"
+    machine = "H200" if torch.cuda.is_available() and "H200" in torch.cuda.get_device_name() else this_machine()
+    name, text = tagged(f"{date.today().isoformat()}-gpu-{name}", text, machine, folder)
+    path = folder / f"{name}.md"
     path.write_text(text, encoding="utf-8")
     return path
 

@@ -23,7 +23,8 @@ class Case:
     folder: str
     n_sources: int
     ranks: int  # data-parallel, a process each
-    workers: int  # of a rank's DataLoader; Overlord has as many loading threads in all as a rank of the others has workers
+    workers: int  # of one rank's DataLoader; of Overlord: loading threads in all
+    shuffle: bool = True  # Overlord's default; a DataLoader then has one buffer for each worker
     tp: int = 1
     context: int = 8192
     microbatches: int = 2  # of a rank in a step
@@ -41,15 +42,16 @@ class Case:
         return ", ".join([self.kind, *(words for words, said in extras.items() if said)])
 
     @property
-    def threads(self) -> int:
-        """That Overlord loads with, in all."""
-        return max(2, self.workers)
+    def loading(self) -> int:
+        """Workers or threads that load, over all ranks."""
+        return self.ranks * self.workers if self.kind == COLOCATED else self.workers
 
     def work(self, rank: int = 0) -> Work:
+        ours = "overlord-shuffled" if self.shuffle else "overlord"
         return Work(
-            "torch" if self.kind == COLOCATED else "overlord", "null", self.folder, self.n_sources, 0, context=self.context,
+            "torch" if self.kind == COLOCATED else ours, "null", self.folder, self.n_sources, 0, context=self.context,
             ranks=self.ranks, microbatches=self.microbatches, seed=self.seed, rank=rank, processes=self.ranks, equal=True,
-            workers=self.workers,
+            workers=self.workers if self.kind == COLOCATED else 1, shuffle=self.shuffle,
         )  # fmt: skip
 
     @property
@@ -73,3 +75,8 @@ class Found:
     waits: tuple[float, ...]
     late: int  # steps that came later than the pace
     by_slope: bool = False
+
+    @property
+    def keeps_pace(self) -> bool:
+        """No counted step of any rank came later than the pace that is demanded of all."""
+        return bool(self.waits) and self.late == 0

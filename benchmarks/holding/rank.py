@@ -14,6 +14,7 @@ from typing import Any
 
 from holding.case import COLOCATED, LOCAL, Case
 from peers.contract import check_microbatch, read_pages
+from peers.imports import as_a_trainer
 
 CHECKED = 2  # steps
 
@@ -69,11 +70,8 @@ def together(case: Case) -> Iterator[list[Any]]:
 
 def main() -> None:
     case, rank = Case(**json.loads(sys.argv[1])), int(sys.argv[2])
-    if case.kind == COLOCATED:
-        from peers import torch_loader
-
-        torch_loader.prepare(case.work(rank))
-    else:
+    as_a_trainer()
+    if case.kind != COLOCATED:
         import overlord as ov
 
         _ = (ov.connect, ov.launch if case.kind == LOCAL else None)  # names are loaded when first used

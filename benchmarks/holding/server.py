@@ -23,7 +23,7 @@ def job_of(case: Case) -> Any:
 
 def options_of(case: Case) -> dict[str, Any]:
     """What is asked of launch."""
-    found: dict[str, Any] = {"workers": case.threads, "partition": case.partition or "off"}
+    found: dict[str, Any] = {"workers": case.loading, "partition": case.partition or "off"}
     if case.kind != LOCAL and case.hosts:
         found |= {"hosts": case.hosts, "sources_per_host": -(-case.n_sources // case.hosts)}
     if case.shadows:

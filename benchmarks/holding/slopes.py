@@ -28,7 +28,7 @@ def features(case: Case) -> np.ndarray:
     if case.kind == COLOCATED:
         readers = case.ranks * case.workers
         return np.array([case.ranks, readers, readers * case.n_sources], float)
-    return np.array([1, case.ranks, case.n_sources, case.ranks * case.n_sources, case.threads], float)
+    return np.array([1, case.ranks, case.n_sources, case.ranks * case.n_sources, case.loading], float)
 
 
 def names_of(kind: str) -> tuple[str, ...]:

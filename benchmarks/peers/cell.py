@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 
 from corpus import open_corpus
+from peers.imports import as_a_trainer
 from peers.marks import consume, mark, say
 from peers.work import Work
 
@@ -34,6 +35,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     side = importlib.import_module(MODULES[work.peer])
     side.prepare(work)
+    if work.trainer:
+        as_a_trainer()
     say(ready=True)
     sys.stdin.readline()
     mark("start", work, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""A rank that only receives (``python -m peers.connected``): a light process with the client and nothing else, as a trainer has it.
+"""A rank that only receives (``python -m peers.connected``): torch and the client and nothing else, as a trainer has them.
 
 Imports come first and count for nobody; then a line on its input is the start of the clock, and a second one, when the server
 is there, has its address. Until the steady part it reads a byte of every page it gets, or shared memory would never be mapped,
@@ -17,6 +17,7 @@ from typing import Any
 
 import overlord as ov
 from peers.contract import read_pages, touch
+from peers.imports import as_a_trainer
 from peers.marks import consume, mark, say
 from peers.work import Work
 
@@ -29,6 +30,8 @@ def microbatches(client: ov.Client) -> Iterator[Any]:
 def main() -> None:
     work = Work(**json.loads(sys.argv[1]))
     connect = ov.connect  # names are loaded when first used
+    if work.trainer:
+        as_a_trainer()
     say(ready=True)
     sys.stdin.readline()
     mark("start", work, 0, 0, 0)

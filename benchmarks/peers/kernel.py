@@ -17,6 +17,7 @@ from peers.work import Work
 
 READ_ROWS = 64  # rows a source's iterator decodes at a time
 CHUNK_ROWS = 64  # rows of the mixed stream that are encoded together
+SHUFFLED_ROWS = 1000  # of the mixed stream, in one buffer: the leanest shuffle that is in use
 
 Microbatch = dict[str, np.ndarray]
 
@@ -29,19 +30,26 @@ class SourceRows:
     share groups, each would have to decode rows of the others.
     """
 
-    def __init__(self, source: SourceFiles, column: str, reader: int, readers: int):
+    def __init__(self, source: SourceFiles, column: str, reader: int, readers: int, order: np.random.Generator | None = None):
         groups = [(file, group) for file in range(FILES) for group in range(GROUPS_PER_FILE)]
         first = reader % len(groups)
         mine = groups[reader::readers] if readers <= len(groups) else groups[first:] + groups[:first]
-        self.source, self.column = source, column
+        self.source, self.column, self.order = source, column, order
         self.parts = [(file, [group for _, group in part]) for file, part in groupby(mine, key=lambda at: at[0])]
 
     def epoch(self) -> Iterator[list[Any]]:
         """Rows of one pass, up to READ_ROWS at a time: strings, or views of ids."""
-        for f, groups in self.parts:
+        for f, groups in self._parts():
             with pq.ParquetFile(self.source.files[f]) as file:
                 for batch in file.iter_batches(READ_ROWS, row_groups=groups, columns=[self.column], use_threads=False):
                     yield rows_of(batch.column(0))
+
+    def _parts(self) -> list[tuple[int, list[int]]]:
+        """Row groups of a pass: in file order, or one by one in a new order."""
+        if self.order is None:
+            return self.parts
+        single = [(file, [group]) for file, groups in self.parts for group in groups]
+        return [single[i] for i in self.order.permutation(len(single))]
 
     def __iter__(self) -> Iterator[Any]:
         """Row by row, one pass."""
@@ -61,6 +69,27 @@ def rows_of(column: Any) -> list[Any]:
     values = column.values.to_numpy()  # not flatten(): offsets count from the start of values
     bounds = offsets.tolist()
     return [values[a:b] for a, b in pairwise(bounds)]
+
+
+class RowBuffer:
+    """A shuffle buffer over the mixed stream: each new row replaces a random row, which leaves."""
+
+    def __init__(self, rows: int, rng: np.random.Generator):
+        self.size, self.rng = rows, rng
+        self.held: list[tuple[int, Any]] = []
+
+    def exchange(self, sources: Sequence[int], rows: Sequence[Any]) -> tuple[list[int], list[Any]]:
+        """Take rows in; return as many random ones, or none while the buffer fills."""
+        left = []
+        for source, row in zip(sources, rows, strict=True):
+            kept = row if isinstance(row, str) else row.copy()  # a view would hold the decoded batch
+            if len(self.held) < self.size:
+                self.held.append((source, kept))
+                continue
+            at = int(self.rng.integers(self.size))
+            left.append(self.held[at])
+            self.held[at] = (source, kept)
+        return [source for source, _ in left], [row for _, row in left]
 
 
 class Encoder:
@@ -132,11 +161,15 @@ class Packer:
 def mixed_microbatches(corpus: Corpus, work: Work) -> Iterator[Microbatch]:
     """The whole job without a framework: draw sources by weight, take a row of each, encode, pack. Without end."""
     n = len(corpus.sources)
-    streams = [SourceRows(source, work.column, work.rank, work.processes).forever() for source in corpus.sources]
+    rng = np.random.default_rng([work.seed, work.rank])
+    order = rng if work.shuffle else None
+    streams = [SourceRows(source, work.column, work.rank, work.processes, order).forever() for source in corpus.sources]
     encode, packer = Encoder(corpus, work.job, work.context), Packer(work.context)
     cumulative = np.cumsum(corpus.weights)
-    rng = np.random.default_rng([work.seed, work.rank])
+    buffer = RowBuffer(SHUFFLED_ROWS, rng) if work.shuffle else None
     while True:
         drawn = np.searchsorted(cumulative, rng.random(CHUNK_ROWS)).clip(max=n - 1).tolist()
         rows = [next(streams[source]) for source in drawn]
+        if buffer is not None:
+            drawn, rows = buffer.exchange(drawn, rows)
         yield from packer.add(encode(rows), drawn)

@@ -48,7 +48,7 @@ class Figures:
     cpu_s: float  # of everything: start-up, warming up and the steady part
     wall_s: float
     pss_mb: float  # highest seen
-    idle_pss_mb: float  # after imports, before anything was opened
+    idle_pss_mb: float  # of the ranks after imports, before anything was opened; other processes count whole
     clients_pss_mb: float  # highest seen over the ranks alone, where they only receive
     clients_idle_mb: float
     bytes_per_token: float
@@ -121,7 +121,8 @@ class _Cell:
     def observe(self) -> Figures:
         self.lines.wait_for(lambda said: all(any("ready" in line for line in s) for s in said))
         self.look()
-        idle, clients_idle = self.peak, self.clients_peak
+        clients_idle = self.clients_peak
+        idle = clients_idle if self.served else self.peak
         if self.served:  # their clock starts first, so that they have seen what the server used before its own
             self.tell(self.ranks, "go")
             self.wait_for_marks("start")

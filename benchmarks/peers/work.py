@@ -22,7 +22,9 @@ class Work:
     processes: int = 1  # that share the cell
     equal: bool = False  # all sources weigh the same
     workers: int = 1  # of a rank's DataLoader
+    shuffle: bool = False  # of a DataLoader; Overlord's peers have it in their names
     hosts: int = 0  # loader hosts of the process runtime, with one thread each; 0: as it chooses
+    trainer: bool = True  # ranks import torch, as trainers do
     server: int = 0  # pid of the process that loads for all ranks, where the ranks only receive
 
     @property

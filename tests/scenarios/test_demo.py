@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from rich.console import Console
 
 import overlord as ov
 from overlord.cli import cli
-from overlord.demo.corpus import Shape, later_mixture, make_corpus
+from overlord.demo.corpus import Shape, later_mixture, make_corpus, make_job
 from overlord.demo.figures import Figures
 from overlord.demo.pages import mix_rows, placing_rows, tiles
 from overlord.demo.run import run_demo
+from overlord.demo.storing import Storing
 from overlord.observe.inspect import inspect_job
 from overlord.planner.strategy import DENSE_12B
 from tests.unit.test_report import parse
@@ -137,3 +139,18 @@ def test_it_ends_with_a_drill_in_which_nothing_is_lost(done: tuple[Path, Figures
     assert figures.drill.sentence() == line
     assert line in screen
     assert line in (out / "report.html").read_text()
+
+
+def test_without_optional_packages_the_sources_hold_ids_and_the_job_runs(tmp_path: Path) -> None:
+    plain = Storing(tokenizers=False, zstandard=False)
+    assert make_corpus(tmp_path, TINY, lambda words: None, plain)
+    assert not make_corpus(tmp_path, TINY, lambda words: None, plain)
+    assert not (tmp_path / "tokenizer.json").exists()
+    job = replace(make_job(tmp_path, TINY, plain), until=2)
+    assert {Path(str(source.uri)).suffix for source in job.sources} == {".jsonl", ".gz", ".parquet", ".arrow"}
+    with ov.launch(job) as session:
+        steps = list(session.client(0))
+    assert [step.step for step in steps] == [0, 1]
+    assert max(int(microbatch["tokens"].max()) for step in steps for microbatch in step) < TINY.vocab
+    assert "without tokenizers" in plain.note
+    assert Storing(tokenizers=True, zstandard=True).note == ""

@@ -259,7 +259,7 @@ def test_without_ray_it_is_said_what_to_install() -> None:
     code = "import sys; sys.modules['ray'] = None\nfrom tests.scenarios.test_process import job, ov\nov.launch(job(), 'ray')"
     environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=60, check=False)
-    assert "pip install 'overlord[ray]'" in done.stderr
+    assert "pip install 'overlord-data[ray]'" in done.stderr
     assert "JobError" in done.stderr
 
 

@@ -27,7 +27,7 @@ def test_importing_it_costs_nothing():
 
 def test_without_torch_it_says_what_to_install():
     code = "import sys; sys.modules['torch'] = None\nimport overlord.torch as ot\ntry: ot.tensors\nexcept ImportError as e: print(e)"
-    assert run(code) == "overlord.torch.tensors needs torch: pip install 'overlord[torch]'"
+    assert run(code) == "overlord.torch.tensors needs torch: pip install 'overlord-data[torch]'"
 
 
 def test_every_name_can_be_had():

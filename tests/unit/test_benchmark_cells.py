@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ import rank_memory
 import scaling
 import throughput
 from corpus import FILES, GROUPS_PER_FILE, Corpus, Words, name_of, open_corpus, write_source
-from peers.kernel import SourceRows
+from peers.kernel import RowBuffer, SourceRows
 from peers.runner import SERVED, CellFailed, Figures, run_cell
 from peers.work import Work
 
@@ -39,7 +40,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def work(tiny: Corpus, peer: str, **more: Any) -> Work:
-    return Work(peer, "null", str(tiny.folder), N_SOURCES, 300_000, context=2048, ranks=2, microbatches=2, **more)
+    return Work(peer, "null", str(tiny.folder), N_SOURCES, 300_000, context=2048, ranks=2, microbatches=2, **{"trainer": False, **more})
 
 
 def figures(**given: Any) -> Figures:
@@ -52,7 +53,7 @@ def test_connected_clients_get_the_tokens_and_every_process_counts(tiny: Corpus,
     found = run_cell(work(tiny, peer), LIMIT_S)
     assert found.tokens >= 300_000
     assert found.processes >= 2 + 1 + 2  # clients, launcher, a loader host and a constructor host
-    assert 0 < found.clients_idle_mb < found.idle_pss_mb
+    assert 0 < found.clients_idle_mb == found.idle_pss_mb, "only what ranks import is left out"
     assert found.clients_pss_mb < found.pss_mb
     assert 0 < found.first_step_s < found.wall_s
     assert 0 < found.startup_cpu_s < found.cpu_s
@@ -69,6 +70,30 @@ def test_ranks_of_a_dataloader_may_have_several_workers(tiny: Corpus) -> None:
     assert found.tokens >= 300_000
     assert found.processes == 2 + 2 * 2
     assert found.clients_pss_mb == 0
+
+
+def test_ranks_of_every_loader_have_the_imports_of_a_trainer(tiny: Corpus) -> None:
+    pytest.importorskip("torch")
+    plain, trainer = (run_cell(work(tiny, "overlord", trainer=trainer), LIMIT_S) for trainer in (False, True))
+    assert trainer.idle_pss_mb > plain.idle_pss_mb + 50, "torch is imported, and counts as imported"
+    assert trainer.over_idle_mb < trainer.pss_mb - 50
+
+
+def test_a_shuffled_dataloader_gives_every_row_of_a_pass_in_another_order(tiny: Corpus) -> None:
+    source = tiny.sources[0]
+    in_order, shuffled = (
+        [row.tobytes() for row in SourceRows(source, "tokens", 0, 1, order)] for order in (None, np.random.default_rng(2))
+    )
+    assert Counter(shuffled) == Counter(in_order)
+    assert shuffled != in_order
+
+
+def test_a_row_buffer_loses_no_row_and_holds_as_many_as_it_may() -> None:
+    buffer = RowBuffer(5, np.random.default_rng(1))
+    left = [row for first in range(0, 40, 4) for row in buffer.exchange([0] * 4, [str(i) for i in range(first, first + 4)])[1]]
+    assert len(buffer.held) == 5
+    assert Counter([*left, *(row for _, row in buffer.held)]) == Counter(str(i) for i in range(40))
+    assert left != sorted(left, key=int)
 
 
 def test_a_cell_that_cannot_start_says_why(tiny: Corpus) -> None:
@@ -98,9 +123,9 @@ def test_the_price_of_a_rank_is_the_slope_over_idle() -> None:
                 clients_idle_mb=20.0 * r) for r in (8, 2)
     ]  # fmt: skip
     rows = {row[2]: row for row in rank_memory.slope_rows([*torch, *ours])}
-    assert rows["torch"][3:] == ["300.0", "100.0", "", "1.00"]
-    assert rows["overlord-process"][3:] == ["30.0", "10.0", "5.0", "0.10"]
-    assert "| null | 5 | overlord-process | 30.0 |" in rank_memory.page([*torch, *ours], "2026-01-01", "python benchmarks/rank_memory.py")
+    assert rows["torch"][3:] == ["100.0", "300.0", "", "1.00"]
+    assert rows["overlord-process"][3:] == ["10.0", "30.0", "5.0", "0.10"]
+    assert "| null | 5 | overlord-process | 10.0 |" in rank_memory.page([*torch, *ours], "2026-01-01", "python benchmarks/rank_memory.py")
 
 
 def test_efficiency_is_speed_over_what_so_many_hosts_would_give() -> None:
@@ -126,9 +151,10 @@ def test_a_dataloader_gets_exactly_so_many_workers_in_no_more_ranks_than_asked_f
 
 def test_the_table_tells_what_clients_hold_of_the_memory() -> None:
     bare = figures(peer="bare", steady_cpu_s=0.02, cpu_s=0.02, ranks=8)
-    ours = figures(peer="overlord-process", steady_cpu_s=0.03, cpu_s=0.05, pss_mb=500.0, clients_pss_mb=120.0, ranks=8)
+    ours = figures(peer="overlord-process", steady_cpu_s=0.03, cpu_s=0.05, pss_mb=500.0, idle_pss_mb=100.0, clients_pss_mb=120.0, ranks=8)
     setting = throughput.Setting("null", 5, [bare, ours, bare])
     row = dict(zip(throughput.HEADINGS, throughput.rows_of(setting, ["bare", "overlord-process"])[1], strict=True))
     assert row["x bare"] == "1.50"
-    assert row["PSS MB (clients)"] == "500 (120)"
+    assert row["with imports MB (clients)"] == "500 (120)"
+    assert row["MB over imports"] == "400", "imports are left out for everyone"
     assert "8 ranks" in throughput.markdown([setting], ["bare", "overlord-process"], 1, "2026-01-01")

@@ -263,7 +263,7 @@ def test_a_missing_package_is_named_with_what_to_install(monkeypatch: pytest.Mon
 
     monkeypatch.delitem(sys.modules, "overlord.transforms.decode", raising=False)
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
-    with pytest.raises(TransformError, match=r"simplejpeg is not installed; pip install 'overlord\[image\]'"):
+    with pytest.raises(TransformError, match=r"simplejpeg is not installed; pip install 'overlord-data\[image\]'"):
         made(item_of(FILES["jpeg"]))
 
 

@@ -239,7 +239,7 @@ def test_a_bucket_pickles_without_client_or_credentials(monkeypatch):
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     stores._connect.cache_clear()
-    with pytest.raises(SourceError, match=r"needs the package obstore; pip install 'overlord\[store\]'"):
+    with pytest.raises(SourceError, match=r"needs the package obstore; pip install 'overlord-data\[store\]'"):
         Files.resolve("s3://bucket/*.parquet", source="web")
 
 

@@ -1,5 +1,7 @@
 """The demonstration's corpus on disk: six sources in six formats, a tokenizer trained on them, and the job as a file.
 
+Without the package tokenizers the sources hold token ids instead of text (storing.py).
+
 Made once and kept: a stamp beside the files says what they were made from, and a run that wants the same uses them.
 """
 
@@ -11,14 +13,17 @@ import json
 import platform
 import tarfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from overlord.demo.storing import Storing, word_ids
 from overlord.demo.texts import KINDS, texts_of
 from overlord.errors import OverlordError, TransformError
+from overlord.extras import pip_install
 from overlord.job import Batch, Job, Source
 from overlord.placetree import ClientPlaceTree
+from overlord.transforms.base import Tokens
 from overlord.transforms.text import Tokenize
 
 END = "<|end|>"
@@ -26,6 +31,7 @@ TRAINING_CHARS = 2_000_000  # a third of the corpus; more costs seconds and move
 FILES = 3  # of every source
 
 Say = Callable[[str], None]
+Row = str | list[int]  # a text, or its ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,38 +47,45 @@ class Shape:
     microbatches: int = 2
 
 
-def make_corpus(out: Path, shape: Shape, say: Say) -> bool:
-    """Writes corpus and tokenizer under ``out``; False if they were there already."""
-    stamp = {"version": 1, "seed": shape.seed, "rows": shape.rows, "vocab": shape.vocab, "python": platform.python_version()}
+def make_corpus(out: Path, shape: Shape, say: Say, storing: Storing | None = None) -> bool:
+    """Write corpus and tokenizer under ``out``; return False if they were there already."""
+    storing = storing or Storing.installed()
+    stamp = {
+        "version": 1, "seed": shape.seed, "rows": shape.rows, "vocab": shape.vocab, "python": platform.python_version(),
+        **asdict(storing),
+    }  # fmt: skip
     mark = out / "corpus" / "made-from.json"
-    if mark.is_file() and _read_json(mark) == stamp and (out / "tokenizer.json").is_file():
+    if mark.is_file() and _read_json(mark) == stamp and ((out / "tokenizer.json").is_file() or not storing.tokenizers):
         return False
     try:
         mark.unlink(missing_ok=True)  # until all is written, nothing is there
         training: list[str] = []
         for kind in KINDS:
-            say(f"writing {kind.name}: {kind.what}, as {kind.format}")
+            format = storing.format(kind)
+            say(f"writing {kind.name}: {kind.what}, as {format}")
             texts = texts_of(kind, shape.seed, shape.rows)
             if not texts:
                 raise OverlordError(f"no text for the demonstration's {kind.name!r}: this Python ships no {kind.what}")
-            write_texts(out / "corpus" / kind.name, kind.format, kind.column, texts)
+            rows = texts if storing.tokenizers else [word_ids(text, shape.vocab) for text in texts]
+            write_rows(out / "corpus" / kind.name, format, storing.column(kind), rows)
             training += _some(texts, TRAINING_CHARS // len(KINDS))
-        say(f"training a tokenizer of {shape.vocab} tokens")
-        (out / "tokenizer.json").write_text(train_tokenizer(training, shape.vocab), encoding="utf-8")
+        if storing.tokenizers:
+            say(f"training a tokenizer of {shape.vocab} tokens")
+            (out / "tokenizer.json").write_text(train_tokenizer(training, shape.vocab), encoding="utf-8")
         mark.write_text(json.dumps(stamp), encoding="utf-8")
     except OSError as fault:
         raise cannot_write(out, fault) from fault
     return True
 
 
-def make_job(out: Path, shape: Shape) -> Job:
-    sources = [
-        Source(
-            kind.name, str(out / "corpus" / kind.name / f"*.{kind.format}"), weight=kind.weight,
-            transforms=[Tokenize(str(out / "tokenizer.json"), text=kind.column, eos=END)],
-        )
-        for kind in KINDS
-    ]  # fmt: skip
+def make_job(out: Path, shape: Shape, storing: Storing | None = None) -> Job:
+    storing = storing or Storing.installed()
+    sources = []
+    for kind in KINDS:
+        column = storing.column(kind)
+        to_ids = Tokenize(str(out / "tokenizer.json"), text=column, eos=END) if storing.tokenizers else Tokens(column)
+        uri = str(out / "corpus" / kind.name / f"*.{storing.format(kind)}")
+        sources.append(Source(kind.name, uri, weight=kind.weight, transforms=[to_ids]))
     batch = Batch(samples=shape.samples, microbatches=shape.microbatches, context=shape.context)
     return Job(name="demo", sources=sources, batch=batch, place=ClientPlaceTree(dp=shape.ranks), seed=shape.seed)
 
@@ -91,7 +104,7 @@ def train_tokenizer(texts: Sequence[str], vocab: int) -> str:
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as fault:
-        raise TransformError("", "Tokenize", "the package tokenizers is not installed", "pip install 'overlord[text]'") from fault
+        raise TransformError("", "Tokenize", "the package tokenizers is not installed", pip_install("text")) from fault
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -101,17 +114,17 @@ def train_tokenizer(texts: Sequence[str], vocab: int) -> str:
     return str(tokenizer.to_str())
 
 
-def write_texts(folder: Path, format: str, column: str, texts: Sequence[str]) -> None:
-    """The texts as ``FILES`` files of one format, in order."""
+def write_rows(folder: Path, format: str, column: str, rows: Sequence[Row]) -> None:
+    """Write the rows as ``FILES`` files of one format, in order."""
     folder.mkdir(parents=True, exist_ok=True)
-    share = -(-len(texts) // FILES)
+    share = -(-len(rows) // FILES)
     for k in range(FILES):
-        part = texts[k * share : (k + 1) * share] or texts[:1]
+        part = rows[k * share : (k + 1) * share] or rows[:1]
         _WRITERS[format](folder / f"part-{k}.{format}", column, part)
 
 
-def _write_lines(path: Path, column: str, texts: Sequence[str]) -> None:
-    data = "".join(json.dumps({column: text}, ensure_ascii=False) + "\n" for text in texts).encode()
+def _write_lines(path: Path, column: str, rows: Sequence[Row]) -> None:
+    data = "".join(json.dumps({column: row}, ensure_ascii=False) + "\n" for row in rows).encode()
     if path.suffix == ".gz":
         data = gzip.compress(data, mtime=0)
     elif path.suffix == ".zst":
@@ -121,31 +134,31 @@ def _write_lines(path: Path, column: str, texts: Sequence[str]) -> None:
     path.write_bytes(data)
 
 
-def _write_parquet(path: Path, column: str, texts: Sequence[str]) -> None:
+def _write_parquet(path: Path, column: str, rows: Sequence[Row]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(pa.table({column: list(texts)}), path, row_group_size=256)
+    pq.write_table(pa.table({column: list(rows)}), path, row_group_size=256)
 
 
-def _write_arrow(path: Path, column: str, texts: Sequence[str]) -> None:
+def _write_arrow(path: Path, column: str, rows: Sequence[Row]) -> None:
     import pyarrow as pa
 
-    table = pa.table({column: list(texts)})
+    table = pa.table({column: list(rows)})
     with pa.ipc.new_file(str(path), table.schema) as out:
         out.write_table(table, max_chunksize=128)
 
 
-def _write_tar(path: Path, column: str, texts: Sequence[str]) -> None:
+def _write_tar(path: Path, column: str, rows: Sequence[Row]) -> None:
     with tarfile.open(path, "w") as out:
-        for i, text in enumerate(texts):
-            data = text.encode()
+        for i, text in enumerate(rows):
+            data = str(text).encode()
             info = tarfile.TarInfo(f"{i:06d}.{column}")
             info.size = len(data)
             out.addfile(info, io.BytesIO(data))
 
 
-_WRITERS: dict[str, Callable[[Path, str, Sequence[str]], None]] = {
+_WRITERS: dict[str, Callable[[Path, str, Sequence[Row]], None]] = {
     "jsonl": _write_lines, "jsonl.gz": _write_lines, "jsonl.zst": _write_lines,
     "parquet": _write_parquet, "arrow": _write_arrow, "tar": _write_tar,
 }  # fmt: skip

@@ -20,6 +20,7 @@ from overlord.demo.corpus import Say, Shape, cannot_write, later_mixture, make_c
 from overlord.demo.figures import Figures, compare, lengths_by_source, mixes
 from overlord.demo.pages import report
 from overlord.demo.show import live_view, progress_line, side_by_side, summary
+from overlord.demo.storing import Storing
 from overlord.drill.faults import parse_faults
 from overlord.drill.run import Drill, rehearse
 from overlord.drill.show import drill_view
@@ -47,9 +48,12 @@ def run_demo(
 ) -> Figures:  # fmt: skip
     """The whole demonstration; returns what it measured. ``faults``: of the rehearsal behind it; empty: there is none."""
     _make_folder(out)
+    storing = Storing.installed()
+    if storing.note:
+        console.print(storing.note, markup=False)
     with _saying(console) as say:
-        made = interruptible(lambda: make_corpus(out, shape, say))
-    job = make_job(out, shape)
+        made = interruptible(lambda: make_corpus(out, shape, say, storing))
+    job = make_job(out, shape, storing)
     yaml = job.to_yaml()
     _write(out / "job.yaml", yaml)
     console.print(

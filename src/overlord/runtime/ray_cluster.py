@@ -25,6 +25,7 @@ from typing import Any
 
 from overlord.allocators import system_pool
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
+from overlord.extras import pip_install
 from overlord.job import did_you_mean
 from overlord.runtime.machine import NODE
 from overlord.runtime.options import n_cores
@@ -58,7 +59,7 @@ try:
         from ray._private import worker as ray_worker
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as missing:  # said where the runtime is asked for, with what to do
-    raise JobError([f"runtime: 'ray' needs Ray, which cannot be imported ({missing}); pip install 'overlord[ray]'"], "launch") from missing
+    raise JobError([f"runtime: 'ray' needs Ray, which cannot be imported ({missing}); {pip_install('ray')}"], "launch") from missing
 
 _raylet: Any = ray._raylet  # its stubs do not know all of it
 log = logging.getLogger("overlord")

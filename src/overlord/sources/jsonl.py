@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from overlord.extras import pip_install
 from overlord.sources import columns as cols
 from overlord.sources.base import NO_ROWS, BadFile, Chunks, File, RawSlice, ReadOptions, make_chunks, no_rows_chunk
 from overlord.sources.files import BLOCK
@@ -35,7 +36,7 @@ class Jsonl:
         if not file.size:
             return no_rows_chunk()
         if _suffix(file.path) == ".zst" and find_spec("zstandard") is None:
-            raise BadFile("reading .zst needs the package zstandard", "pip install 'overlord[zstd]'")
+            raise BadFile("reading .zst needs the package zstandard", pip_install("zstd"))
         if _suffix(file.path) in _UNPACK:
             return make_chunks([(0, -1, 0, -1, file.size)])
         starts = range(0, file.size, options.chunk_bytes)

@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from overlord.extras import pip_install
 from overlord.sources.base import File, Unreachable
 from overlord.sources.patience import Failure, Tally, deadline_s, persist, seconds_of
 from overlord.sources.storefaults import WrongAnswer, gave_up, in_mid_run, why
@@ -174,7 +175,7 @@ def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any
     try:
         from obstore.store import from_url
     except ImportError:
-        raise Unreachable("reading object stores needs the package obstore", "pip install 'overlord[store]'", "not installed") from None
+        raise Unreachable("reading object stores needs the package obstore", pip_install("store"), "not installed") from None
     _check_endpoints(root)
     config: dict[str, Any] = {"region": region} if region else {}
     config |= {"skip_signature": True} if anonymous else _profile(root)

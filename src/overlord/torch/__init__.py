@@ -1,12 +1,14 @@
 """Overlord for torch trainers: ``import overlord.torch as ot``. Names are loaded when first used; torch comes with the first of them.
 
-``pip install 'overlord[torch]'``. A guide: docs/torch.md; what each framework wants, key by key: docs/frameworks.md.
+``pip install 'overlord-data[torch]'``. A guide: docs/torch.md; what each framework wants, key by key: docs/frameworks.md.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from overlord.extras import pip_install
 
 _HOME = {
     "tensors": "overlord.torch.steps", "TensorStep": "overlord.torch.steps", "TensorMicrobatch": "overlord.torch.steps",
@@ -29,7 +31,7 @@ def __getattr__(name: str) -> Any:
         module = import_module(_MODULES.get(name) or _HOME[name])
     except ModuleNotFoundError as missing:
         if missing.name is not None and missing.name.partition(".")[0] == "torch":
-            raise ImportError(f"overlord.torch.{name} needs torch: pip install 'overlord[torch]'") from missing
+            raise ImportError(f"overlord.torch.{name} needs torch: {pip_install('torch')}") from missing
         raise
     value: Any = module if name in _MODULES else getattr(module, name)
     globals()[name] = value

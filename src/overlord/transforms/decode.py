@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from overlord.errors import TransformError
+from overlord.extras import pip_install
 from overlord.transforms.imagefile import BadImage, Header, Limits, header
 from overlord.transforms.pixels import Prefix
 
-INSTALL = "pip install 'overlord[image]'"
 GAP = 2  # a JPEG decoded at a half, a quarter or an eighth of its size is at least so many times as large as what is wanted
 _TOLERATED = ("extraneous bytes",)  # what a JPEG may have wrong and still show its whole image
 
@@ -26,7 +26,7 @@ try:
     import simplejpeg
     from PIL import GifImagePlugin, Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 except ImportError as fault:
-    raise TransformError("", "Images", f"the package {fault.name} is not installed", INSTALL) from fault
+    raise TransformError("", "Images", f"the package {fault.name} is not installed", pip_install("image")) from fault
 
 _OPEN: dict[str, Any] = {  # each by its name: ``Image.open`` tries formats one by one and warns of large images by a global setting
     "JPEG": JpegImagePlugin.JpegImageFile, "PNG": PngImagePlugin.PngImageFile,

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from overlord.errors import TransformError
+from overlord.extras import pip_install
 from overlord.sample import Column, Items, Ragged
 from overlord.sources.views import numpy_of
 from overlord.transforms.base import Block, Transform
@@ -47,7 +48,7 @@ def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
         raise TransformError(source, repr(images), f"it stands before {behind[0]!r}", remedy)
     for package in ("PIL", "simplejpeg"):
         if find_spec(package) is None:
-            raise TransformError(source, repr(images), f"the package {package} is not installed", "pip install 'overlord[image]'")
+            raise TransformError(source, repr(images), f"the package {package} is not installed", pip_install("image"))
     return images
 
 

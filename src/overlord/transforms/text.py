@@ -14,6 +14,7 @@ import numpy as np
 
 from overlord.allocators import give_back
 from overlord.errors import TransformError
+from overlord.extras import pip_install
 from overlord.hashing import digest
 from overlord.sample import Ragged
 from overlord.transforms.base import column_problems, flag_problems, refuse
@@ -150,7 +151,7 @@ def _load(path: str, content: bytes, source: str) -> tuple[Any, int]:
     try:
         from tokenizers import Tokenizer
     except ImportError as fault:
-        raise TransformError(source, "Tokenize", "the package tokenizers is not installed", "pip install 'overlord[text]'") from fault
+        raise TransformError(source, "Tokenize", "the package tokenizers is not installed", pip_install("text")) from fault
     try:
         dropout = getattr(msgspec.json.decode(content, type=_File).model, "dropout", None)
         tokenizer = Tokenizer.from_buffer(content)

@@ -1,0 +1,13 @@
+"""Imports that every rank of every loader makes, so that memory with imports counts the same on all sides."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+
+def as_a_trainer() -> None:
+    """Import torch, which every trainer holds, with one thread; without torch no loader has it."""
+    if find_spec("torch") is not None:
+        import torch
+
+        torch.set_num_threads(1)

@@ -1,0 +1,50 @@
+"""Storage of the demonstration's texts: with the packages that are installed, or as ready token ids."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from zlib import crc32
+
+from overlord.demo.texts import Kind
+from overlord.extras import pip_install
+
+IDS = "tokens"  # the column of ready token ids
+_PIECES = re.compile(r"\w+|[^\w\s]")
+
+
+@dataclass(frozen=True, slots=True)
+class Storing:
+    """Which optional packages the demonstration can use."""
+
+    tokenizers: bool
+    zstandard: bool
+
+    @classmethod
+    def installed(cls) -> Storing:
+        return cls(find_spec("tokenizers") is not None, find_spec("zstandard") is not None)
+
+    def format(self, kind: Kind) -> str:
+        """Return the file format: tar files hold no ids, and `.zst` needs a package."""
+        if kind.format == "tar" and not self.tokenizers:
+            return "parquet"
+        return "jsonl.gz" if kind.format == "jsonl.zst" and not self.zstandard else kind.format
+
+    def column(self, kind: Kind) -> str:
+        return kind.column if self.tokenizers else IDS
+
+    @property
+    def note(self) -> str:
+        """Return what the missing packages change, or an empty text."""
+        effects = {
+            "tokenizers": "" if self.tokenizers else "words become ids by a hash instead of a trained tokenizer",
+            "zstandard": "" if self.zstandard else "one source is .gz instead of .zst",
+        }
+        missing = [f"without {name} {effect}" for name, effect in effects.items() if effect]
+        return f"{'; '.join(missing)}: {pip_install('text', 'zstd')} adds both" if missing else ""
+
+
+def word_ids(text: str, vocab: int) -> list[int]:
+    """Return an id below ``vocab`` for each word and sign; id 0 ends the text."""
+    return [1 + crc32(piece.encode()) % (vocab - 1) for piece in _PIECES.findall(text)] + [0]

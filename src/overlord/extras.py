@@ -1,0 +1,10 @@
+"""The distribution's name and its extras, for every error that suggests an installation."""
+
+from __future__ import annotations
+
+DISTRIBUTION = "overlord-data"  # the import name is `overlord`; that name on PyPI belongs to another project
+
+
+def pip_install(*extras: str) -> str:
+    """Return the command that installs these extras of the distribution."""
+    return f"pip install '{DISTRIBUTION}[{','.join(extras)}]'"
