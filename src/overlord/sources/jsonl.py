@@ -99,7 +99,7 @@ def _slice(rows: Sequence[Line], options: ReadOptions, last: bool) -> RawSlice:
         columns = cols.columns_of(values, None)
     else:
         columns = {name: [getattr(v, f"f{k}") for v in values] for k, name in enumerate(options.columns)}
-    table, misfits = cols.table_of(columns, good)
+    table, misfits = cols.table_of(columns, good, decoded=True)
     if misfits:
         numbers = np.delete(np.arange(len(rows)), [i for i, _ in bad])  # misfits count readable rows only
         bad = sorted(bad + [(int(numbers[i]), reason) for i, reason in misfits])
