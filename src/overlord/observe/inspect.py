@@ -78,7 +78,7 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
     cache = HandleCache(max_open=1)
     try:
         pipeline = Pipeline(source.name, source.transforms, seed=job.seed, context=UNCUT, on_long="truncate")
-        options = ReadOptions(job.slice_rows, job.chunk_bytes, source.max_sample_bytes, pipeline.columns)
+        options = ReadOptions(job.slice_rows, job.chunk_bytes, source.max_sample_bytes, pipeline.columns, pipeline.refused)
         index = build_index(source.name, source.uri, source.format, options, cache_dir=default_cache_dir())
         _describe(out, index)
         reader = ChunkReader(index, options, cache)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from overlord.sources.base import NO_ROWS, RawSlice, ReadOptions
+from overlord.sources.base import NO_ROWS, RawSlice, ReadOptions, check_refused
 from overlord.sources.mixed import column_of
 
 Bad = list[tuple[int, str]]
@@ -41,6 +41,15 @@ def columns_of(rows: Sequence[dict[str, Any]], columns: Sequence[str] | None) ->
     """Dicts as columns; all names in order of first appearance where none are asked for. A missing value is None."""
     names = list(dict.fromkeys(k for row in rows for k in row)) if columns is None else columns
     return {str(name): [row.get(name) for row in rows] for name in names}
+
+
+def check_values(columns: dict[str, list[Any]], options: ReadOptions) -> None:
+    """Refuse rows with a value in a refused column, and take these columns out where the job did not ask for them."""
+    for name in options.refused:
+        if any(value is not None for value in columns.get(name, ())):
+            check_refused((name,), options)
+        if options.columns is not None and name not in options.columns:
+            columns.pop(name, None)
 
 
 def sound(table: pa.Table, max_sample_bytes: int, every_column: bool = False) -> tuple[pa.Table, Bad]:

@@ -22,7 +22,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from overlord.sources import columns as cols
-from overlord.sources.base import BadFile, Chunks, File, RawSlice, ReadOptions, is_fault, make_chunks, no_rows_chunk, short_read
+from overlord.sources.base import (
+    BadFile,
+    Chunks,
+    File,
+    RawSlice,
+    ReadOptions,
+    check_refused,
+    is_fault,
+    make_chunks,
+    no_rows_chunk,
+    short_read,
+)
 from overlord.sources.footer import BrokenFooter, Layout, parse
 from overlord.sources.lru import Lru
 from overlord.sources.readahead import joined
@@ -69,6 +80,7 @@ class Parquet:
     def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
         known, layout = _looked_at(files, file)
         wanted = _column_ids(known, layout, options)
+        check_refused(known, options)
         if hidden := [c for c in layout.encrypted if options.columns is None or c in options.columns]:
             raise BadFile(f"expected columns that can be read, got encrypted ones: {', '.join(map(repr, hidden))}", _DECRYPT)
         if not layout.rows:

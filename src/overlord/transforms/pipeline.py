@@ -51,6 +51,7 @@ from overlord.transforms.columns import (
 from overlord.transforms.frame import Frame, join_rows, run_each, run_whole, said
 from overlord.transforms.imagerows import CHANCE, ITEM, SeenImages, add_items, check_images, find_images, run_images
 from overlord.transforms.images import META, Images
+from overlord.transforms.losses import check_map, refused_columns
 from overlord.transforms.text import Encoder, Tokenize, build_encoder, same_content
 
 IDS = "tokens"  # the column that holds the ids, whatever it was called in the file
@@ -67,6 +68,7 @@ class Pipeline:
         self._cut = code[-1] + 1 if code else 0
         self.holds_lock: bool = any(t.holds_lock for t in self.transforms)
         self.columns: tuple[str, ...] | None = self._raw_columns()
+        self.refused: tuple[str, ...] = refused_columns(source, self.transforms)
         self._images = find_images(source, self.transforms)
         self._seen = SeenImages(source)
         names = self.meta_names = tuple(t.name for t in self.transforms if isinstance(t, Meta)) + (META if self._images else ())
@@ -291,6 +293,7 @@ class Pipeline:
             made = join_rows(run_each(frame, t, t.fn, as_row, self._generators(frame, position, ids) if t.rng else None))
         else:
             made = run_whole(frame, t, t.fn, self._columns_each(t))
+        check_map(self.source, self.transforms, t, made)
         if not frame.table.num_rows:
             return
         bad: Bad = {}
