@@ -115,7 +115,7 @@ def _column(found: dict[int, Any]) -> Column:
     return Column(meta.get(6, 0), meta.get(7, 0), meta.get(11) or meta.get(9, 0), 8 in found or 9 in found or 3 not in found)
 
 
-# Thrift's compact protocol. What to keep of a struct: field number -> (type, what to keep of the struct in it).
+# Thrift's compact protocol. A _Keep lists the fields of a struct to keep: number -> (type, fields of the inner struct to keep).
 
 _Keep = dict[int, tuple[int, Any]]
 _PRESENT = -1  # a struct or a binary of which only the presence counts

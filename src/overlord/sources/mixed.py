@@ -1,7 +1,7 @@
 """Columns whose values do not share one Arrow type: JSON lines, rows of datasets, results of user functions.
 
 Arrow converts values until they share a type: 1 beside 2.5 becomes 1.0, ``{"a": 1}`` beside ``{"b": 2}`` gains a field.
-A row must not depend on the rows beside it. ``column_of`` therefore keeps a native array only if it holds every value
+A row must not depend on its neighbours. ``column_of`` therefore keeps a native array only if it holds every value
 exactly as Arrow holds it alone. Otherwise it stores each value by itself, as msgpack, in a column of type ``MIXED``.
 """
 

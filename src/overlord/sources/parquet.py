@@ -230,7 +230,7 @@ def _kept(file: File, metadata: Any, layout: Layout | None) -> _Footer:
 
 
 def _footer_bytes(files: Files, file: File) -> bytes:
-    """The footer as the file has it, without its length and the mark behind it."""
+    """Return the bytes of the footer, without its length and the mark at the end of the file."""
     if file.size < 12:
         raise BadFile(f"wanted a Parquet file, found {file.size} bytes", _REMEDY)
     with files.open(file) as handle:

@@ -12,9 +12,10 @@ LOSS = ("loss_mask", "labels")
 
 
 def refused_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, ...]:
-    """Return the columns that files of a source must not have: ids come from a column, and nothing drops or reads the mask beside it.
+    """Return the columns that files of a source must not have.
 
-    A ``Select`` that names such a column is refused here. What a ``Map`` returns is known only when it runs.
+    Files must not have a mask if ids come from a column and no transform drops or reads that mask. A ``Select`` that names a mask is
+    refused here. ``check_map`` refuses a mask that a ``Map`` returns.
     """
     for t in transforms:
         if isinstance(t, Select) and (kept := [name for name in LOSS if name in t.columns]) and not _later(transforms, t, Map):
