@@ -37,7 +37,8 @@ def reference_stream(
     for step in count():
         drawn: list[Sample] = []
         mixer.picks = 0
-        while not drawn and any(mixer.weights(step)) and step != job.until and not mixer.stop:
+        over = isinstance(job.until, int) and step >= job.until
+        while not drawn and any(mixer.weights(step)) and not over and not mixer.stop:
             for m in range(parts):
                 drawn += mixer.draw(step, total // parts + (m < total % parts))
         if not drawn:

@@ -5,7 +5,7 @@ A plan is a value: it can be validated, digested, printed, sent and replayed. It
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,20 @@ if TYPE_CHECKING:
     from overlord.job import Batch
     from overlord.planner.routes import Routes
 
+MODULES = ("backbone", "encoder")  # what constructors deliver
 SAMPLE_COLUMNS = ("source", "epoch", "file", "row", "part", "tokens", "substep")
 ITEM_COLUMNS = ("sample", "bucket", "microbatch", "slot", "size", "cost")
 OPTIONAL_COLUMNS = ("memory", "out", "offset")  # of items; None where absent
 MAX_BINS = 2**26  # microbatches over all buckets: far above any mesh, far below what would exhaust memory
 ROUNDING = 1 + 1e-9  # over a capacity of memory: sums of real numbers differ by the order of addition
 MOST = 2**53  # of a size: sums of whole numbers must neither wrap round nor be rounded
+
+
+def check_modules(names: Iterable[str], step: int) -> None:
+    """Refuse modules that no constructor delivers."""
+    if unknown := [name for name in names if name not in MODULES]:
+        problem = f"module {unknown[0]!r}: expected {' or '.join(map(repr, MODULES))}, since no rank would receive any other"
+        raise PlanError(problem, step, "leave it out; images are the module 'encoder'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,6 +123,7 @@ class LoadingPlan:
         """Every sample in exactly one slot of the backbone, slots dense, capacities kept, every rank served; returns itself."""
         if "backbone" not in self.modules:
             raise PlanError("no module 'backbone'", self.step, "end the strategy with .plan()")
+        check_modules(self.modules, self.step)
         n = len(self)
         columns = {label: column for label in SAMPLE_COLUMNS if (column := getattr(self, label)) is not None}
         if any(column.shape != (n,) for column in columns.values()):

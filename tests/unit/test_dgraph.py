@@ -131,6 +131,31 @@ def test_a_module_of_other_samples_is_refused() -> None:
         one.plan(encoder=other)
 
 
+@pytest.mark.parametrize("name", ["audio", "draft", "Encoder"])
+def test_a_module_that_nobody_delivers_is_refused_by_name(name: str) -> None:
+    graph = DGraph.from_buffer(drawn(web={"tokens": [8, 4]}), TREE).mix().distribute("DP").balance()
+    with pytest.raises(PlanError, match=f"module '{name}': expected 'backbone' or 'encoder', since no rank would receive any other"):
+        graph.plan(**{name: graph})
+    plan = graph.plan()
+    with pytest.raises(PlanError, match=f"module '{name}'"):  # by hand
+        replace(plan, modules={**plan.modules, name: plan.main}).validate()
+
+
+def test_a_module_on_another_mesh_is_refused_though_its_buckets_are_as_many() -> None:
+    buffer = drawn(web={"tokens": [8, 8], "patches": [[3], [4]]})
+    here, there = ClientPlaceTree(dp=2, tp=2), ClientPlaceTree(dp=4)
+    samples = DGraph.from_buffer(buffer, here).mix().select("tokens").distribute("DP").balance()
+    images = DGraph.from_buffer(buffer, there).mix().select("patches").distribute("WORLD")
+    problem = "expected a graph on pp1xdp2xcp1xtp2, got one on pp1xdp4xcp1xtp1; give both graphs the place"
+    with pytest.raises(PlanError, match=f"module 'encoder': {problem}"):
+        samples.plan(encoder=images.balance())
+    with pytest.raises(PlanError, match=r"follow\(\): the other graph: expected a graph on pp1xdp4xcp1xtp1, got one on pp1xdp2xcp1xtp2"):
+        images.follow(samples)
+    other = DGraph.from_buffer(buffer, ClientPlaceTree(dp=2, tp=2, order=("pp", "tp", "cp", "dp"))).mix().select("patches")
+    with pytest.raises(PlanError, match="module 'encoder': expected a graph on"):
+        samples.plan(encoder=other.distribute("WORLD").balance())
+
+
 def test_select_narrows_candidates_and_nodes() -> None:
     picked = DGraph.from_buffer(candidates(), TREE).select("tokens", sources=["code"])
     assert set(picked.mix([0, 1]).buffer.source.tolist()) == {1}

@@ -192,8 +192,8 @@ def test_several_graphs_come_from_one_mixed_graph() -> None:
     assert {n: c.tolist() for n, c in both.columns.items()} == {"image_patches": [4, 6, 8], "tokens": [20, 20, 30]}
     assert both.sizes().tolist() == [4, 6, 8]
     samples = graph.select("tokens").distribute("DP").balance("greedy")
-    plan = samples.plan(encoder=images.distribute("WORLD").balance("greedy"), draft=text.distribute("DP").balance("greedy"))
-    assert {name: len(a.sample) for name, a in plan.modules.items()} == {"backbone": 4, "encoder": 3, "draft": 1}
+    plan = samples.plan(encoder=images.distribute("WORLD").balance("greedy"))
+    assert {name: len(a.sample) for name, a in plan.modules.items()} == {"backbone": 4, "encoder": 3}
 
 
 def test_select_refuses_what_is_not_there() -> None:

@@ -993,3 +993,17 @@ def test_a_close_that_is_interrupted_does_the_rest_and_the_next_one_what_it_coul
     session.close()
     assert session._pump.stopped
     assert closed == ["host"], "once"
+
+
+@pytest.mark.parametrize(("runtime", "end"), [("local", 5), ("local", 10), ("local", 11), ("process", 5)])
+def test_a_state_at_or_past_the_end_of_a_shortened_job_has_no_further_step(runtime: str, end: int) -> None:
+    made = job(dp=1)
+    with launch(made) as session:
+        client = session.client(0)
+        take(client, 10)
+        state = client.state_dict()
+    with launch(replace(made, until=end), runtime=runtime, resume=state, allow=("until",)) as session:
+        client = session.client(0)
+        assert [step.step for step, _ in zip(client, range(5), strict=False)] == list(range(10, end))
+        assert client.state_dict()["step"] == max(10, end)
+        assert next(client, None) is None, "it stays over"

@@ -17,8 +17,8 @@ ROWS = [{"id": i, "text": f"row {i}"} for i in range(40)]
 @pytest.fixture
 def opened(monkeypatch):
     """Paths whose footers were read: what a warm cache saves."""
-    seen, real = [], parquet._footer
-    monkeypatch.setattr(parquet, "_footer", lambda files, file: seen.append(os.path.basename(file.path)) or real(files, file))
+    seen, real = [], parquet._footer_bytes
+    monkeypatch.setattr(parquet, "_footer_bytes", lambda files, file: seen.append(os.path.basename(file.path)) or real(files, file))
     return seen
 
 

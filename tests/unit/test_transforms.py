@@ -18,7 +18,10 @@ import pytest
 
 from overlord.errors import ActorLost, DataStall, JobError, TransformError
 from overlord.forking import how_it_ended
+from overlord.sources.columns import table_of
+from overlord.sources.mixed import column_of
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Tokens
+from overlord.transforms.imagerows import read_images
 from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.text import Tokenize, build_encoder
 from overlord.transforms.worker import TransformWorker
@@ -376,8 +379,56 @@ def test_a_value_of_the_wrong_type_in_a_maps_answer_loses_that_row_only():
     answers: list[Any] = [[1], "two", [3]]
     staged = pipeline(Map(lambda row: {"tokens": answers[row["l"][0] - 1]}, rows=True)).slice_stage(table, ids(3))
     assert staged.table.to_pylist() == [{"tokens": [1]}, {"tokens": [3]}]
-    assert staged.bad == [(1, "Map(" + "test_a_value_of_the_wrong_type_in_a_maps_answer_loses_that_row_only.<locals>.<lambda>, rows=True): "
-                           "tokens cannot hold 'two' (most rows: list<item: int64>)")]  # fmt: skip
+    assert [i for i, _ in staged.bad] == [1]
+    assert staged.bad[0][1].startswith("column 'tokens' has the type string; lists of token ids (list<int>) wanted")
+
+
+def test_a_maps_answer_is_never_converted_to_the_type_of_other_rows():
+    """Whole numbers made of fractions were the ids of a neighbour's type."""
+    answers: list[Any] = [[1, 2], [1.5, 2.75], [3], "x", [True]]
+    p = pipeline(Map(lambda row: {"tokens": answers[row["n"]]}, rows=True))
+    staged = p.slice_stage(pa.table({"n": range(5)}), ids(5))
+    block = p.row_stage(staged.table)
+    assert rows_of(block) == [[1, 2], [3]]
+    assert [i for i, _ in staged.bad] == [3, 4]
+    assert block.bad == [(1, "tokens holds an id that is no whole number")]
+
+
+def test_functions_over_columns_get_whole_numbers_and_fractions_as_one_array_only_where_it_holds_both():
+    seen: list[Any] = []
+
+    def look(columns: dict[str, Any]) -> list[bool]:
+        seen.append(columns["n"])
+        return [True] * len(columns["n"])
+
+    for values in ([1, 2.5], [1, 2], [2**53 + 1, 2.5], [1, True]):
+        table, _ = table_of({"n": values, "tokens": [[1], [2]]}, 2)
+        pipeline(Filter(look)).slice_stage(table, ids(2))
+    assert [(type(s), getattr(s, "dtype", None)) for s in seen] == [
+        (np.ndarray, np.float64), (np.ndarray, np.int64), (list, None), (list, None),
+    ]  # fmt: skip
+    assert seen[2] == [2**53 + 1, 2.5]
+
+
+def test_metadata_that_float64_would_round_is_quarantined_in_any_company():
+    large = 2**53 + 1
+    for values in ([large, 0.5], [large, 1], [0.5, large, 1]):
+        n = len(values)
+        table, _ = table_of({"n": values, "tokens": [[1]] * n}, n)
+        steps = (Meta("n", "n"), Meta("n", lambda row: row["n"], rows=True), Meta("n", lambda columns: list(columns["n"])))
+        for step in steps:
+            p = pipeline(step)
+            staged = p.slice_stage(table, ids(n))
+            bad = [reason for _, reason in [*staged.bad, *p.row_stage(staged.table).bad]]
+            assert len(bad) == 1, (values, step)
+            assert "a whole number beyond 2**53, which float64 would round" in bad[0]
+
+
+def test_images_of_several_shapes_in_one_column_are_read_row_by_row():
+    jpeg = b"\xff\xd8"
+    values: list[Any] = [jpeg, [jpeg, jpeg], None, {"bytes": jpeg, "path": None}]
+    row, files, bad = read_images(pa.table({"images": column_of(values)[0]}), ["images"])
+    assert (row.tolist(), [f.tobytes() for f in files], bad) == ([0, 1, 1, 3], [jpeg] * 4, {})
 
 
 @pytest.mark.parametrize(

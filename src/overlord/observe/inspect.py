@@ -16,6 +16,7 @@ from overlord.errors import OverlordError
 from overlord.sources.base import RawSlice, ReadOptions
 from overlord.sources.handles import ChunkReader, HandleCache
 from overlord.sources.index import Index, build_index, default_cache_dir
+from overlord.sources.mixed import type_name
 from overlord.transforms.base import RowIds
 from overlord.transforms.pipeline import Pipeline
 
@@ -77,7 +78,7 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
     cache = HandleCache(max_open=1)
     try:
         pipeline = Pipeline(source.name, source.transforms, seed=job.seed, context=UNCUT, on_long="truncate")
-        options = ReadOptions(job.slice_rows, job.chunk_bytes, source.max_sample_bytes, pipeline.columns)
+        options = ReadOptions(job.slice_rows, job.chunk_bytes, source.max_sample_bytes, pipeline.columns, pipeline.refused)
         index = build_index(source.name, source.uri, source.format, options, cache_dir=default_cache_dir())
         _describe(out, index)
         reader = ChunkReader(index, options, cache)
@@ -117,7 +118,7 @@ def _all_columns(index: Index, options: ReadOptions, cache: HandleCache) -> dict
         raw = ChunkReader(index, replace(options, columns=None), cache).slice(0, 0)
     except OverlordError:  # told already, as a failure of its file
         return {}
-    return {f.name: str(f.type) for f in raw.table.schema}
+    return {f.name: type_name(f.type) for f in raw.table.schema}
 
 
 def _lacking(pipeline: Pipeline, out: SourceReport) -> str:
@@ -157,7 +158,7 @@ def _sample_file(out: SourceReport, reader: ChunkReader, pipeline: Pipeline, fil
 def _sample_slice(out: SourceReport, raw: RawSlice, pipeline: Pipeline, file: int, reasons: dict[str, int]) -> None:
     out.sampled_rows += len(raw.row)
     if not out.schema:
-        out.schema = {f.name: str(f.type) for f in raw.table.schema}
+        out.schema = {f.name: type_name(f.type) for f in raw.table.schema}
     bad = {i for i, _ in raw.bad}
     good = np.array([i for i in range(len(raw.row)) if i not in bad], np.int64)
     staged = pipeline.slice_stage(raw.table, RowIds(0, file, raw.row[good]))

@@ -16,7 +16,7 @@ import numpy as np
 
 from overlord.errors import JobError, PlanError
 from overlord.placetree import ClientPlaceTree, broadcast_dims
-from overlord.plan import Assignment, LoadingPlan
+from overlord.plan import Assignment, LoadingPlan, check_modules
 from overlord.planner import kernel
 from overlord.planner.balance import Placement, Problem, method_named, place
 from overlord.planner.bindings import Binding, Bound, Edge, edges_of, read_only, unbound
@@ -259,6 +259,7 @@ class DGraph:
         b = self.buffer
         if "backbone" in modules:
             raise PlanError("the graph that .plan() is called on is the backbone", b.step, "give the other module another name")
+        check_modules(modules, b.step)
         for name, graph in modules.items():
             self._check_module(f"module {name!r}", graph)
         tokens = b.column("tokens")
@@ -279,6 +280,9 @@ class DGraph:
             raise PlanError(f"{what}: wanted a DGraph, found {type(graph).__name__}", self.buffer.step, "give the graph, not its plan")
         if not all(np.array_equal(getattr(graph.buffer, n), getattr(self.buffer, n)) for n in ("source", "epoch", "file", "row", "part")):
             raise PlanError(f"{what} was made from other samples", self.buffer.step, "start both graphs from one mixed graph")
+        if graph.tree != self.tree:
+            problem = f"{what}: expected a graph on {self.tree}, got one on {graph.tree}"
+            raise PlanError(problem, self.buffer.step, "give both graphs the place that the strategy is given")
 
     def _assignment(self, name: str, ends: Placeholders | None = None) -> Assignment:
         if not self.mixed:

@@ -227,7 +227,7 @@ class Planner(Leaving):
         state, spec = self._state, self.spec
         if self._stop is not None and state.step >= self._stop.step:
             return self._end_here(self._stop)
-        if state.step == spec.until or (spec.until == "first" and not all(state.active)):
+        if spec.ends_at(state.step) or (spec.until == "first" and not all(state.active)):
             return self._finish(None)
         if self._replay and (need := self._pull_again()):
             return self._wait(need)

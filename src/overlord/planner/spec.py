@@ -63,6 +63,10 @@ class PlannerSpec:
     def names(self) -> tuple[str, ...]:
         return tuple(s.name for s in self.sources)
 
+    def ends_at(self, step: int) -> bool:
+        """Return whether the job has no step of this number: a state may be past the end of a job that was shortened."""
+        return isinstance(self.until, int) and step >= self.until
+
     @property
     def leaves_holes(self) -> bool:
         """Whether a step may take other samples than the first ones of each source."""

@@ -99,7 +99,7 @@ class Blueprint:
         self._workers: list[TransformWorker] = []
 
     def _read_options(self, source: Any, pipeline: Pipeline) -> ReadOptions:
-        return ReadOptions(self.job.slice_rows, self.job.chunk_bytes, source.max_sample_bytes, pipeline.columns)
+        return ReadOptions(self.job.slice_rows, self.job.chunk_bytes, source.max_sample_bytes, pipeline.columns, pipeline.refused)
 
     @property
     def images(self) -> PixelForm | None:

@@ -22,6 +22,7 @@ from overlord.sources.base import (
     File,
     RawSlice,
     ReadOptions,
+    check_refused,
     is_fault,
     make_chunks,
     no_rows_chunk,
@@ -49,6 +50,7 @@ class Arrow:
                 f"wanted the column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}, found {', '.join(known) or 'none'}",
                 "name a column that every file has, or write the file again",
             )
+        check_refused(known, options)
         with ExitStack() as stack:
             found = next(b for b in _batches(_open(files, file, stack), files, file, options) if isinstance(b, str) or b.num_rows)
         return no_rows_chunk() if isinstance(found, str) and found == NO_ROWS else make_chunks([(0, -1, 0, -1, file.size)])

@@ -6,7 +6,7 @@ reads one chunk front to back in slices of raw rows. Nothing here knows of seeds
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -84,6 +84,7 @@ class ReadOptions:
     chunk_bytes: int = 2**23
     max_sample_bytes: int = 2**26
     columns: tuple[str, ...] | None = None  # None: all
+    refused: tuple[str, ...] = ()  # columns that say what to train on, which the job would ignore
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +133,15 @@ class Format(Protocol):
         cannot be used) or OSError (it cannot be reached): bytes decide about quarantine, a failing disk never does.
         """
         ...
+
+
+def check_refused(names: Container[str], options: ReadOptions) -> None:
+    """Refuse a file with a column that the job would ignore at the cost of training on the wrong tokens."""
+    if found := [name for name in options.refused if name in names]:
+        raise BadFile(
+            f"expected token ids alone, got the column {found[0]!r} beside them, which is not supported yet",
+            "add Select with the columns to use: then every token has a loss",
+        )
 
 
 def make_chunks(rows: Sequence[tuple[int, int, int, int, int]]) -> Chunks:

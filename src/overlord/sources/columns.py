@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -11,86 +10,26 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from overlord.sources.base import NO_ROWS, RawSlice, ReadOptions
+from overlord.sources.base import NO_ROWS, RawSlice, ReadOptions, check_refused
+from overlord.sources.mixed import column_of
 
-_MISFIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
 Bad = list[tuple[int, str]]
 
 
-def table_of(values: dict[str, list[Any]], n: int) -> tuple[pa.Table, Bad]:
-    """A table of n rows from lists of plain values. A row whose value does not fit its column's type becomes bad.
+def table_of(values: dict[str, list[Any]], n: int, *, decoded: bool = False) -> tuple[pa.Table, Bad]:
+    """Build a table of n rows that holds every value unchanged; rows with a value that no column can hold are bad.
 
-    The type of a column is what most of its rows have, so that one odd row at the start spoils nothing.
+    ``decoded``: the values come from a JSON decoder.
     """
     arrays, bad = {}, dict[int, str]()
     for name, column in values.items():
-        try:
-            arrays[name] = pa.array(column)
-        except _MISFIT:
-            arrays[name], misfits = _majority(name, column)
-            for i, reason in misfits:
-                bad.setdefault(i, reason)
+        arrays[name], misfits = column_of(column, decoded=decoded)
+        for i, reason in misfits.items():
+            bad.setdefault(i, f"column {name!r}: {reason}")
     table = pa.table(arrays) if arrays else empty(n)
     if not bad:
         return table, []
     return without(table, sorted(bad)), sorted(bad.items())
-
-
-def _majority(name: str, column: list[Any]) -> tuple[pa.Array, Bad]:
-    """The column with misfits set to null, and the misfits: first by kind (number, text, list, ...), then by exact type."""
-    kinds = [_kind(v) for v in column]
-    most = _most_common([k for k in kinds if k != "null"])
-    bad: Bad = [(i, f"column {name!r}: wanted {most}, found {k}") for i, k in enumerate(kinds) if k not in ("null", most)]
-    kept = [v if k == most else None for v, k in zip(column, kinds, strict=True)]
-    try:
-        return pa.array(kept), bad
-    except _MISFIT:
-        return _by_type(name, kept, bad)
-
-
-def _by_type(name: str, kept: list[Any], bad: Bad) -> tuple[pa.Array, Bad]:
-    """Slow, exact: each value alone against the type that most values have by themselves."""
-    types = [None if v is None else _type_of(v) for v in kept]
-    names = [str(t) for t in types if t is not None]
-    most = _most_common(names)
-    wanted = next((t for t in types if t is not None and str(t) == most), pa.null())
-    out, bad = [], list(bad)
-    for i, value in enumerate(kept):
-        try:
-            pa.array([value], type=wanted)
-            out.append(value)
-        except _MISFIT as error:
-            out.append(None)
-            bad.append((i, f"column {name!r}: wanted {wanted}, found {error}"))
-    return pa.array(out, type=wanted), bad
-
-
-def _type_of(value: Any) -> pa.DataType | None:
-    try:
-        return pa.array([value]).type
-    except _MISFIT:
-        return None
-
-
-def _most_common(names: Sequence[str]) -> str:
-    counts = Counter(names)  # ties: first seen, since max keeps the first and a Counter keeps insertion order
-    return max(counts, key=lambda k: counts[k]) if counts else "null"
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool | np.bool_):
-        return "bool"
-    if isinstance(value, int | float | np.number):
-        return "number"
-    if isinstance(value, str):
-        return "text"
-    if isinstance(value, bytes | bytearray | memoryview):
-        return "bytes"
-    if isinstance(value, list | tuple | np.ndarray):
-        return "list"
-    return "object" if isinstance(value, dict) else type(value).__name__
 
 
 def empty(n: int = 0, names: Sequence[str] | None = None) -> pa.Table:
@@ -102,6 +41,15 @@ def columns_of(rows: Sequence[dict[str, Any]], columns: Sequence[str] | None) ->
     """Dicts as columns; all names in order of first appearance where none are asked for. A missing value is None."""
     names = list(dict.fromkeys(k for row in rows for k in row)) if columns is None else columns
     return {str(name): [row.get(name) for row in rows] for name in names}
+
+
+def check_values(columns: dict[str, list[Any]], options: ReadOptions) -> None:
+    """Refuse rows with a value in a refused column, and take these columns out where the job did not ask for them."""
+    for name in options.refused:
+        if any(value is not None for value in columns.get(name, ())):
+            check_refused((name,), options)
+        if options.columns is not None and name not in options.columns:
+            columns.pop(name, None)
 
 
 def sound(table: pa.Table, max_sample_bytes: int, every_column: bool = False) -> tuple[pa.Table, Bad]:

@@ -167,6 +167,8 @@ def _slice(at: int, rows: list[Any], options: ReadOptions, last: bool) -> RawSli
     bad = [(i, row) for i, row in enumerate(rows) if isinstance(row, str)]
     numbers = [i for i, row in enumerate(rows) if not isinstance(row, str)]
     good = [{key: _plain(value) for key, value in rows[i].items()} for i in numbers]
+    if options.refused:
+        cols.check_values(cols.columns_of(good, options.refused), options)
     table, misfits = cols.table_of(cols.columns_of(good, options.columns), len(good))
     return cols.slice_of(at, len(rows), table, sorted(bad + [(numbers[i], reason) for i, reason in misfits]), last)
 

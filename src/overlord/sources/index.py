@@ -211,7 +211,8 @@ def _cache_file(cache: Path, spec: SourceSpec, fmt: Format) -> Path:
     paths = [spec.path] if isinstance(spec.path, (str, os.PathLike)) else spec.path
     where = [p if "://" in (p := os.fspath(x)) else os.path.abspath(p) for x in paths]
     columns = "*" if spec.options.columns is None else "\x1f".join(spec.options.columns)
-    return cache / f"{digest(fmt.name, columns, *where)}.msgpack"
+    refused = "\x1f".join(spec.options.refused)
+    return cache / f"{digest(fmt.name, columns, refused, *where)}.msgpack"
 
 
 def _from_cache(work: _Work) -> None:

@@ -94,13 +94,15 @@ def _slices(lines: Iterator[Line], options: ReadOptions, skip: int) -> Iterator[
 
 def _slice(rows: Sequence[Line], options: ReadOptions, last: bool) -> RawSlice:
     offsets = np.array([line.offset for line in rows], np.int64)
-    values, bad = _decode(rows, options.columns)
+    names = None if options.columns is None else (*options.columns, *(c for c in options.refused if c not in options.columns))
+    values, bad = _decode(rows, names)
     good = len(rows) - len(bad)
-    if options.columns is None:
+    if names is None:
         columns = cols.columns_of(values, None)
     else:
-        columns = {name: [getattr(v, f"f{k}") for v in values] for k, name in enumerate(options.columns)}
-    table, misfits = cols.table_of(columns, good)
+        columns = {name: [getattr(v, f"f{k}") for v in values] for k, name in enumerate(names)}
+    cols.check_values(columns, options)
+    table, misfits = cols.table_of(columns, good, decoded=True)
     if misfits:
         numbers = np.delete(np.arange(len(rows)), [i for i, _ in bad])  # misfits count readable rows only
         bad = sorted(bad + [(int(numbers[i]), reason) for i, reason in misfits])

@@ -1,5 +1,8 @@
 """Parquet: a chunk is a row group; only footers are read for the index.
 
+A footer is not trusted. ``footer.py`` reads row groups and columns from its bytes; pyarrow gets the footer to decode data, where it reports
+errors instead of aborting. Do not call getters of ``FileMetaData.row_group(...)`` here: on a hostile footer they end the process.
+
 Two ways to read a row group, chosen by its size alone so that every machine reads alike:
 
 - small: read whole once, hand out slices as views; the loader copies what it keeps. An open iterator holds 2 to 3 times a small row group.
@@ -12,13 +15,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from overlord.sources import columns as cols
-from overlord.sources.base import BadFile, Chunks, File, RawSlice, ReadOptions, is_fault, make_chunks, no_rows_chunk
+from overlord.sources.base import (
+    BadFile,
+    Chunks,
+    File,
+    RawSlice,
+    ReadOptions,
+    check_refused,
+    is_fault,
+    make_chunks,
+    no_rows_chunk,
+    short_read,
+)
+from overlord.sources.footer import BrokenFooter, Layout, parse
 from overlord.sources.lru import Lru
 from overlord.sources.readahead import joined
 
@@ -31,10 +47,29 @@ PAGE = 2**20  # what writers aim at for one page
 
 # Far above any real file (a footer of 100 MB parses), far below what a hostile one could make the parser allocate.
 _LIMITS = {"thrift_string_size_limit": 2**27, "thrift_container_size_limit": 2**22}
+_TAIL = 2**16  # bytes of the first read from the end; most footers are shorter
+_MARK, _ENCRYPTED_MARK = b"PAR1", b"PARE"
 _REMEDY = "the file is cut short or no Parquet file; write it again or leave it out"
 _BROKEN = (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError)
 
-_FOOTERS: Lru[File, Any] = Lru(max_items=1024, max_bytes=2**26)
+_DECRYPT = "write the file again without encryption, or select columns that are not encrypted"
+_COLUMN_BYTES = 200  # about what one column of one row group takes in a Layout
+
+
+@dataclass(frozen=True, slots=True)
+class _Footer:
+    """A parsed footer."""
+
+    metadata: Any  # pyarrow's
+    layout: Layout | None  # kept for files in stores, whose byte ranges are asked for with every row group
+
+    @property
+    def nbytes(self) -> int:
+        columns = len(self.layout.leaves) * len(self.layout.groups) if self.layout is not None else 0
+        return int(self.metadata.serialized_size) + columns * _COLUMN_BYTES
+
+
+_FOOTERS: Lru[File, _Footer] = Lru(max_items=1024, max_bytes=2**26)
 
 
 class Parquet:
@@ -43,23 +78,22 @@ class Parquet:
     indexed = True
 
     def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
-        footer = _footer(files, file)
-        rows = [footer.row_group(g).num_rows for g in range(footer.num_row_groups)]
-        if sum(rows) != footer.num_rows or min(rows, default=0) < 0:
-            raise BadFile(f"the footer contradicts itself: {footer.num_rows} rows, but its row groups have {sum(rows)}", _REMEDY)
-        wanted = _column_ids(footer, options)
-        if not footer.num_rows:
+        known, layout = _looked_at(files, file)
+        wanted = _column_ids(known, layout, options)
+        check_refused(known, options)
+        if hidden := [c for c in layout.encrypted if options.columns is None or c in options.columns]:
+            raise BadFile(f"expected columns that can be read, got encrypted ones: {', '.join(map(repr, hidden))}", _DECRYPT)
+        if not layout.rows:
             return no_rows_chunk()
         out, first = [], 0
-        for g, n in enumerate(rows):
-            group = footer.row_group(g)
-            nbytes = group.total_byte_size if wanted is None else sum(group.column(j).total_uncompressed_size for j in wanted)
-            out.append((first, first + n, g, n, nbytes))
-            first += n
+        for g, group in enumerate(layout.groups):
+            nbytes = group.nbytes if wanted is None else sum(group.columns[j].uncompressed for j in wanted)
+            out.append((first, first + group.rows, g, group.rows, nbytes))
+            first += group.rows
         return make_chunks(out)
 
     def schema(self, files: Files, file: File, options: ReadOptions) -> dict[str, str] | None:
-        return {f.name: str(f.type) for f in _footer(files, file).schema.to_arrow_schema()}
+        return {f.name: str(f.type) for f in _footer(files, file).metadata.schema.to_arrow_schema()}
 
     def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
         nbytes, rows = int(chunks.nbytes[i]), max(1, int(chunks.rows[i]))
@@ -90,7 +124,7 @@ class Parquet:
             except _BROKEN as error:
                 if is_fault(error):
                     raise
-                files.check_readable(file, *_byte_range(footer, group, file))  # raises if the disk is at fault
+                files.check_readable(file, *_byte_range(files, file, group))  # raises if the disk is at fault
                 if looked_again:
                     reason = f"row group {group} is corrupt: {_first_line(error)}"
                     break
@@ -112,17 +146,17 @@ def _next(tables: Iterator[pa.Table], want: int) -> pa.Table:
     return table
 
 
-def _blank(footer: Any, options: ReadOptions) -> pa.Table:
+def _blank(footer: _Footer, options: ReadOptions) -> pa.Table:
     """No rows, with the columns that there would be."""
-    return _select(footer.schema.to_arrow_schema().empty_table(), options)
+    return _select(footer.metadata.schema.to_arrow_schema().empty_table(), options)
 
 
-def _slices(files: Files, file: File, footer: Any, group: int, nbytes: int, options: ReadOptions, skip: int) -> Iterator[pa.Table]:
+def _slices(files: Files, file: File, footer: _Footer, group: int, nbytes: int, options: ReadOptions, skip: int) -> Iterator[pa.Table]:
     """Tables of ``slice_rows`` rows from slice ``skip`` on; the last may be shorter. Raises what pyarrow raises."""
     step = options.slice_rows
     if nbytes <= SMALL_ROW_GROUP:
         try:
-            with _open(files, file, footer, joined(_byte_ranges(files, footer, group, options))) as reader:
+            with _open(files, file, footer, joined(_byte_ranges(footer, file, group, options))) as reader:
                 whole = _select(reader.read_row_group(group, columns=_names(options), use_threads=False), options)
         except _BROKEN as error:
             if is_fault(error):
@@ -135,7 +169,7 @@ def _slices(files: Files, file: File, footer: Any, group: int, nbytes: int, opti
                 for at in range(skip * step, whole.num_rows, step):
                     yield whole.slice(at, step)
             return
-    with _open(files, file, footer, _byte_ranges(files, footer, group, options)) as reader:
+    with _open(files, file, footer, _byte_ranges(footer, file, group, options)) as reader:
         batches = reader.iter_batches(batch_size=step, row_groups=[group], columns=_names(options), use_threads=False)
         for t, table in enumerate(_regroup(batches, step)):
             if t >= skip:
@@ -162,34 +196,81 @@ def _regroup(batches: Iterator[pa.RecordBatch], step: int) -> Iterator[pa.Table]
 
 
 @contextmanager
-def _open(files: Files, file: File, footer: Any, ranges: Sequence[tuple[int, int]]) -> Iterator[pq.ParquetFile]:
+def _open(files: Files, file: File, footer: _Footer, ranges: Sequence[tuple[int, int]]) -> Iterator[pq.ParquetFile]:
     with files.open(file, ranges) as handle:  # a ParquetFile does not close what it was handed
-        yield pq.ParquetFile(handle, metadata=footer, pre_buffer=False, buffer_size=READ_BUFFER, page_checksum_verification=True, **_LIMITS)
+        yield pq.ParquetFile(
+            handle, metadata=footer.metadata, pre_buffer=False, buffer_size=READ_BUFFER, page_checksum_verification=True, **_LIMITS
+        )
 
 
-def _footer(files: Files, file: File) -> Any:
+def _footer(files: Files, file: File) -> _Footer:
     """The parsed footer, kept: a file of a thousand row groups is opened a thousand times."""
     if (footer := _FOOTERS.get(file)) is not None:
         return footer
+    data = _footer_bytes(files, file)
+    return _kept(file, _parsed(data), None if files.local else _laid_out(data))
+
+
+def _looked_at(files: Files, file: File) -> tuple[list[str], Layout]:
+    """Names of the columns and the layout of a file, both checked against each other."""
+    data = _footer_bytes(files, file)
+    metadata, layout = _parsed(data), _laid_out(data)
+    theirs = (metadata.num_rows, metadata.num_row_groups, metadata.num_columns)
+    if (ours := (layout.rows, len(layout.groups), len(layout.leaves))) != theirs:
+        problem = "the footer can be read in two ways: {} rows, {} row groups and {} columns, or {}, {} and {}"
+        raise BadFile(problem.format(*theirs, *ours), _REMEDY)
+    _kept(file, metadata, None if files.local else layout)
+    return metadata.schema.to_arrow_schema().names, layout
+
+
+def _kept(file: File, metadata: Any, layout: Layout | None) -> _Footer:
+    footer = _Footer(metadata, layout)
+    _FOOTERS.put(file, footer, footer.nbytes)
+    return footer
+
+
+def _footer_bytes(files: Files, file: File) -> bytes:
+    """Return the bytes of the footer, without its length and the mark at the end of the file."""
     if file.size < 12:
         raise BadFile(f"wanted a Parquet file, found {file.size} bytes", _REMEDY)
-    handle = files.open(file)
+    with files.open(file) as handle:
+        tail = _bytes_at(handle, max(0, file.size - _TAIL), file.size)
+        if (mark := tail[-4:]) == _ENCRYPTED_MARK:
+            raise BadFile("expected a footer that can be read, got an encrypted one", "write the file again without encryption")
+        if mark != _MARK:
+            raise BadFile(f"wanted the mark PAR1 at the end, found {mark!r}", _REMEDY)
+        size = int.from_bytes(tail[-8:-4], "little")
+        if size > file.size - 8:
+            raise BadFile(f"the footer cannot be read: expected {size} bytes of it, got a file of {file.size}", _REMEDY)
+        if size + 8 > len(tail):
+            tail = _bytes_at(handle, file.size - 8 - size, file.size)
+    return tail[-8 - size : -8]
+
+
+def _bytes_at(handle: pa.NativeFile, start: int, stop: int) -> bytes:
+    data: bytes = handle.read_at(stop - start, start)
+    if len(data) < stop - start:
+        raise short_read(stop - start - len(data))
+    return data
+
+
+def _parsed(footer: bytes) -> Any:
+    """The footer as pyarrow reads it."""
+    held = pa.BufferReader(b"".join((footer, len(footer).to_bytes(4, "little"), _MARK)))
     try:
-        with pq.ParquetFile(handle, pre_buffer=False, **_LIMITS) as reader:
-            footer = reader.metadata
-            [f.name for f in footer.schema.to_arrow_schema()]  # fails here and not later where names or types make no sense
+        with pq.ParquetFile(held, pre_buffer=False, **_LIMITS) as reader:
+            metadata = reader.metadata
+            [f.name for f in metadata.schema.to_arrow_schema()]  # fails here and not later where names or types make no sense
     except _BROKEN as error:
-        if is_fault(error):
-            raise
-        handle.seek(file.size - 4)
-        found = handle.read(4)
-        if found != b"PAR1":
-            raise BadFile(f"wanted the mark PAR1 at the end, found {found!r}", _REMEDY) from error
         raise BadFile(f"the footer cannot be read: {_first_line(error)}", _REMEDY) from error
-    finally:
-        handle.close()
-    _FOOTERS.put(file, footer, footer.serialized_size)
-    return footer
+    return metadata
+
+
+def _laid_out(footer: bytes) -> Layout:
+    try:
+        return parse(footer)
+    except BrokenFooter as error:
+        raise BadFile(str(error), _REMEDY) from error
 
 
 def forget_footers(files: Iterable[File]) -> None:
@@ -198,36 +279,38 @@ def forget_footers(files: Iterable[File]) -> None:
     _FOOTERS.clear(mine.__contains__)
 
 
-def _column_ids(footer: Any, options: ReadOptions) -> list[int] | None:
+def _column_ids(known: Sequence[str], layout: Layout, options: ReadOptions) -> list[int] | None:
     """Leaf columns under the needed ones; names that the file lacks are a BadFile that lists what it has."""
     if options.columns is None:
         return None
-    known = footer.schema.to_arrow_schema().names
     if missing := [c for c in options.columns if c not in known]:
         raise BadFile(
             f"wanted the column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}, found {', '.join(known) or 'none'}",
             "name a column that every file has, or write the file again",
         )
     wanted = set(options.columns)
-    paths = [footer.schema.column(j).path for j in range(len(footer.schema))]
-    return [j for j, path in enumerate(paths) if path in wanted or path.split(".")[0] in wanted]
+    return [j for j, leaf in enumerate(layout.leaves) if leaf in wanted]
 
 
-def _byte_ranges(files: Files, footer: Any, group: int, options: ReadOptions) -> list[tuple[int, int]]:
+def _byte_ranges(footer: _Footer, file: File, group: int, options: ReadOptions) -> list[tuple[int, int]]:
     """Where the needed columns of a row group lie; a disk need not be told."""
-    if files.local:
+    if (layout := footer.layout) is None:
         return []
-    ids = _column_ids(footer, options)
-    found = [footer.row_group(group).column(j) for j in (range(footer.num_columns) if ids is None else ids)]
-    starts = [c.dictionary_page_offset or c.data_page_offset for c in found]
-    return [(a, a + c.total_compressed_size) for a, c in zip(starts, found, strict=True) if c.total_compressed_size > 0]
+    wanted = None if options.columns is None else set(options.columns)
+    found = [c for leaf, c in zip(layout.leaves, layout.groups[group].columns, strict=True) if wanted is None or leaf in wanted]
+    ranges = [(c.start, c.start + c.compressed) for c in found]
+    return [(a, b) for a, b in ranges if 0 <= a < b <= file.size]  # others are read as pyarrow asks for them, and fail there
 
 
-def _byte_range(footer: Any, group: int, file: File) -> tuple[int, int]:
+def _byte_range(files: Files, file: File, group: int) -> tuple[int, int]:
     """Where a row group lies in its file; all of the file if the footer talks nonsense."""
-    found = [footer.row_group(group).column(j) for j in range(footer.num_columns)]
-    start = min((c.dictionary_page_offset or c.data_page_offset for c in found), default=0)
-    stop = start + sum(c.total_compressed_size for c in found)
+    try:
+        layout = _laid_out(_footer_bytes(files, file))
+    except BadFile:
+        return 0, file.size
+    found = layout.groups[group].columns if group < len(layout.groups) else []
+    start = min((c.start for c in found), default=0)
+    stop = start + sum(c.compressed for c in found)
     return (start, stop) if 0 <= start < stop <= file.size else (0, file.size)
 
 

@@ -6,8 +6,7 @@ row of can be read (missing, or of a type that never fits) raises ``Unfit``; the
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from overlord.sample import Column, Ragged
+from overlord.sample import Column, Ragged, join_rows, take_rows
+from overlord.sources.mixed import column_of, groups, is_mixed
 from overlord.sources.views import arrow_of, numpy_of
 
+EXACT = 2**53  # metadata of many rows and sources share one array, maybe of float64; beyond, whole numbers would be rounded
 ID_LIMIT = 2**31  # ids are delivered as int64 and indexed as int32 by most kernels; nothing real comes near
+_TOO_LARGE = "a whole number beyond 2**53, which float64 would round"
 HIDDEN = "\x1fmeta."  # columns that Meta made: users' functions neither see nor lose them
 Bad = dict[int, str]  # row -> reason
 
@@ -44,7 +46,7 @@ def kind_of(table: pa.Table, name: str, wanted: str) -> pa.DataType:
         known = [n for n in table.column_names if not n.startswith(HIDDEN)]
         raise Unfit(f"no column {name!r} ({wanted} wanted); the columns are: {', '.join(known) or 'none'}")
     kind = table.schema.field(at).type
-    return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+    return kind.storage_type if isinstance(kind, pa.BaseExtensionType) and not is_mixed(kind) else kind
 
 
 def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
@@ -52,7 +54,7 @@ def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
     kind_of(table, name, wanted)
     chunked = table.column(name)
     found = _one(chunked)
-    return found.storage if isinstance(found, pa.ExtensionArray) else found
+    return found.storage if isinstance(found, pa.ExtensionArray) and not is_mixed(found.type) else found
 
 
 def _one(chunked: pa.ChunkedArray) -> pa.Array:
@@ -60,9 +62,62 @@ def _one(chunked: pa.ChunkedArray) -> pa.Array:
     return pa.nulls(0, chunked.type) if isinstance(found, pa.ChunkedArray) else found  # combine_chunks of no chunk at all
 
 
+Check = Callable[[pa.Table, str], None]  # raises Unfit if no row of the column can be read
+
+
+def unfit_rows(table: pa.Table, name: str, check: Check) -> tuple[Bad, bool]:
+    """List the rows whose values do not pass ``check`` alone, and whether the others need another type. Raises Unfit if none passes.
+
+    A column passes as a whole if its type does. Else rows decide: an empty list has the type of its neighbours.
+    """
+    typed = name not in table.column_names or not is_mixed(table.schema.field(name).type)
+    if typed:
+        try:
+            check(table, name)
+        except Unfit:
+            if name not in table.column_names or not table.num_rows:
+                raise
+        else:
+            return {}, False
+    found, bad = groups(_one(table.column(name)))
+    bad = {i: f"column {name!r}: {reason}" for i, reason in bad.items()}
+    for rows, array in found:
+        try:
+            check(pa.table({name: array}), name)
+        except Unfit as fault:
+            bad |= dict.fromkeys(rows.tolist(), str(fault))
+    if bad and len(bad) == table.num_rows and len(set(bad.values())) == 1:
+        raise Unfit(bad[0])
+    return bad, typed or bool(bad)
+
+
+def retyped(table: pa.Table, name: str, bad: Mapping[int, str] | None = None) -> pa.Table:
+    """Give a column the type that its values have without those of other rows; ``bad`` rows become null."""
+    values = [None if bad and i in bad else v for i, v in enumerate(table.column(name).to_pylist())]
+    return table.set_column(table.schema.get_field_index(name), name, column_of(values)[0])
+
+
+def _each_type(array: pa.Array, name: str, read: Callable[[pa.Table, str], tuple[Any, Bad]]) -> tuple[list[Any], np.ndarray, Bad]:
+    """Read a mixed column type by type: what ``read`` returned, where each row is in these joined, and the rows it refused."""
+    found, unread = groups(array)
+    bad = {i: f"{name} holds {reason}" for i, reason in unread.items()}
+    parts, order = [], [np.zeros(0, np.int64)]
+    nulls = np.array(sorted(unread), np.int64)
+    for rows, part in [*found, (nulls, pa.nulls(len(nulls)))]:
+        try:
+            values, faults = read(pa.table({name: part}), name)
+        except Unfit as fault:
+            values, faults = read(pa.table({name: pa.nulls(len(rows))}), name)
+            faults = dict.fromkeys(range(len(rows)), str(fault))
+        parts.append(values)
+        order.append(rows)
+        bad = {int(rows[i]): reason for i, reason in faults.items()} | bad
+    return parts, np.argsort(np.concatenate(order)), bad
+
+
 def check_ids(table: pa.Table, name: str) -> None:
     kind = kind_of(table, name, "lists of token ids")
-    if pt.is_null(kind):
+    if pt.is_null(kind) or is_mixed(kind):  # of a mixed column each row is read by itself
         return
     if pt.is_fixed_size_list(kind) or pt.is_list(kind) or pt.is_large_list(kind):
         inner = kind.value_type
@@ -77,8 +132,11 @@ def read_ids(table: pa.Table, name: str) -> tuple[Ragged, Bad]:
     The type of the ids follows from the type of the column alone, never from the values, so that the bytes of a row
     are the same in whatever batch it comes.
     """
-    check_ids(table, name)
     array = column(table, name, "lists of token ids")
+    if is_mixed(array.type):
+        parts, order, bad = _each_type(array, name, read_ids)
+        return Ragged.concat(parts).take(order), bad
+    check_ids(table, name)
     bad = {int(i): f"{name} is null or missing" for i in null_rows(array)}
     if pt.is_null(array.type):
         return Ragged(np.zeros(0, np.uint32), np.zeros(len(array) + 1, np.int64)), bad
@@ -147,9 +205,13 @@ def _is_bytes(kind: pa.DataType) -> bool:
 
 def read_texts(table: pa.Table, name: str) -> tuple[list[str], Bad]:
     """A column as Python strings; bytes are taken as UTF-8. Rows that are no text are "" and listed."""
-    check_texts(table, name)
     array = column(table, name, "text")
-    bad: Bad = {}
+    if is_mixed(array.type):
+        parts, order, bad = _each_type(array, name, read_texts)
+        joined = [text for part in parts for text in part]
+        return [joined[i] for i in order], bad
+    check_texts(table, name)
+    bad = Bad()
     if _is_bytes(array.type):
         texts = [_decoded(i, raw, name, bad) for i, raw in enumerate(array.to_pylist())]
     else:
@@ -204,8 +266,11 @@ def _is_lists(kind: pa.DataType) -> bool:
 
 def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
     """A column of numbers, or of lists of them: then every number counts something, and none is negative."""
-    check_meta(table, name)
     array = column(table, name, "numbers")
+    if is_mixed(array.type):
+        parts, order, bad = _each_type(array, name, read_meta)
+        return take_rows(join_rows(parts), order), bad
+    check_meta(table, name)
     if not _is_lists(array.type):
         return read_numbers(table, name)
     bad = {int(i): f"{name} is null or missing" for i in null_rows(array)}
@@ -249,10 +314,16 @@ def plain_numbers(values: np.ndarray, name: str, bad: Bad) -> tuple[np.ndarray, 
         for i in np.flatnonzero(~np.isfinite(wide)):
             bad.setdefault(int(i), f"{name} is not finite")
         return wide, bad
-    if values.dtype == np.uint64:
-        for i in np.flatnonzero(values >= 2**63):
-            bad.setdefault(int(i), f"{name} does not fit into 64 bits with a sign")
+    if values.dtype.kind in "iu" and values.dtype.itemsize == 8:
+        for i in np.flatnonzero((values > EXACT) | (values < -EXACT) if values.dtype.kind == "i" else values > EXACT):
+            bad.setdefault(int(i), f"{name} is {_TOO_LARGE}")
     return values.astype(np.int64), bad
+
+
+def numbers_of(values: Sequence[Any], name: str) -> tuple[np.ndarray, Bad]:
+    """Single numbers as int64 or float64; rows with a whole number that float64 would round are listed."""
+    bad = {i: f"{name} is {_TOO_LARGE}" for i, v in enumerate(values) if isinstance(v, (int, np.integer)) and not -EXACT <= v <= EXACT}
+    return plain_numbers(np.asarray([0 if i in bad else v for i, v in enumerate(values)] if bad else values), name, bad)
 
 
 def null_rows(array: pa.Array) -> np.ndarray:
@@ -273,11 +344,19 @@ def to_columns(table: pa.Table) -> dict[str, Any]:
 
 
 def _values(array: pa.Array) -> np.ndarray | list[Any]:
+    if is_mixed(array.type):
+        return _whole_or_not(array.to_pylist())
     numeric = pt.is_integer(array.type) or pt.is_floating(array.type) or pt.is_boolean(array.type)
     if numeric and not array.null_count:
         return np.array(numpy_of(array))
     values: list[Any] = array.to_pylist()
     return values
+
+
+def _whole_or_not(values: list[Any]) -> np.ndarray | list[Any]:
+    """Whole numbers beside fractions are an array of float64 if it holds them exactly."""
+    numbers = all(type(v) is float or (type(v) is int and -EXACT <= v <= EXACT) for v in values)
+    return np.array(values, np.float64) if numbers else values
 
 
 def to_rows(table: pa.Table) -> list[dict[str, Any]]:
@@ -288,51 +367,19 @@ def to_rows(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def from_values(values: Any, name: str) -> tuple[pa.Array, Bad]:
-    """A column from what a user's function returned. Rows that do not fit the type most rows have are listed."""
+    """A column from what a user's function returned. Rows with a value that no column can hold are listed."""
     if isinstance(values, (pa.Array, pa.ChunkedArray)):
         return values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values, {}
-    if isinstance(values, np.ndarray) and values.ndim != 1:
-        values = list(values)
-    try:
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype != object:
         return pa.array(values), {}
-    except MemoryError:
-        raise
-    except (pa.ArrowException, ValueError, TypeError, OverflowError):
-        return _mixed(list(values), name)
-
-
-def _mixed(values: Sequence[Any], name: str) -> tuple[pa.Array, Bad]:
-    alone = [_alone(value) for value in values]
-    kinds = Counter(str(a.type) for a in alone if a is not None and not pt.is_null(a.type))
-    if not kinds:
-        return pa.nulls(len(values)), {i: _no_column(v, name) for i, v in enumerate(values) if alone[i] is None}
-    common = max(kinds, key=kinds.__getitem__)  # the first of equals
-    kind = next(a.type for a in alone if a is not None and str(a.type) == common)
-    bad: Bad = {}
-    for i, value in enumerate(values):
-        if _alone(value, kind) is None:
-            bad[i] = _no_column(value, name) + f" (most rows: {kind})"
-    return pa.array([None if i in bad else value for i, value in enumerate(values)], kind), bad
-
-
-def _alone(value: Any, kind: Any = None) -> pa.Array | None:
-    try:
-        return pa.array([value], kind)
-    except MemoryError:
-        raise
-    except (pa.ArrowException, ValueError, TypeError, OverflowError):
-        return None
-
-
-def _no_column(value: Any, name: str) -> str:
-    shown = repr(value)
-    return f"{name} cannot hold {shown if len(shown) <= 60 else shown[:57] + '...'}"
+    array, bad = column_of(list(values))
+    return array, {i: f"{name} cannot hold {reason}" for i, reason in bad.items()}
 
 
 def as_number(value: Any) -> Any:
     if isinstance(value, (bool, int, float, np.number, np.bool_)) and not isinstance(value, np.complexfloating):
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError(f"{value} does not fit into 64 bits with a sign")
+        if isinstance(value, (int, np.integer)) and not -EXACT <= value <= EXACT:
+            raise ValueError(f"{value} is {_TOO_LARGE}")
         return value
     raise TypeError(f"wanted a number, found {value!r}")
 

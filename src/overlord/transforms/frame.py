@@ -82,8 +82,7 @@ def _run_alone(frame: Frame, t: Transform, fn: Callable[..., Any], check: Callab
     frame.drop(bad)
     if alone and isinstance(alone[0], Mapping):
         return join_rows([{name: values[0] for name, values in row.items()} for row in alone])
-    values = [values[0] for values in alone]
-    return values if any(isinstance(v, (list, tuple, np.ndarray)) for v in values) else np.array(values)
+    return [values[0] for values in alone]
 
 
 def join_rows(rows: list[Mapping[str, Any]]) -> dict[str, list[Any]]:

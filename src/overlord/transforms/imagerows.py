@@ -6,7 +6,7 @@ Only headers are read here, one image at a time; bytes of files stay where Arrow
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -18,6 +18,7 @@ import pyarrow.types as pt
 from overlord.errors import TransformError
 from overlord.extras import pip_install
 from overlord.sample import Column, Items, Ragged
+from overlord.sources.mixed import groups, is_mixed
 from overlord.sources.views import numpy_of
 from overlord.transforms.base import Block, Transform
 from overlord.transforms.columns import HIDDEN, Bad, Unfit, ids_column, kind_of, lists, null_rows, read_ids
@@ -91,17 +92,26 @@ def read_images(table: pa.Table, names: Sequence[str]) -> tuple[np.ndarray, list
     files: list[np.ndarray] = []
     bad: Bad = {}
     for name in names:
-        check_images(table, name)
-        first = 0
-        for chunk in table.column(name).chunks:  # chunk by chunk: joined they may pass the 2 GB that one array can hold
-            array = chunk.storage if isinstance(chunk, pa.ExtensionArray) else chunk
-            rows.append(_collect(array, np.arange(first, first + len(array)), name, files, bad))
-            first += len(array)
+        for at, array in _arrays(table, name):
+            rows.append(_collect(array, at, name, files, bad))
     row = np.concatenate(rows)
-    if len(names) == 1:
+    if bool((row[1:] >= row[:-1]).all()):
         return row, files, bad
     order = np.argsort(row, kind="stable")
     return row[order], [files[i] for i in order], bad
+
+
+def _arrays(table: pa.Table, name: str) -> Iterator[tuple[np.ndarray, pa.Array]]:
+    """Rows and their values, chunk by chunk: joined they may pass the 2 GB that one array can hold."""
+    mixed, first = is_mixed(kind_of(table, name, WANTED)), 0
+    if not mixed:
+        check_images(table, name)
+    for chunk in table.column(name).chunks:
+        if mixed:  # the rows that hold no images were dropped before
+            yield from ((rows + first, array) for rows, array in groups(chunk)[0])
+        else:
+            yield np.arange(first, first + len(chunk)), chunk.storage if isinstance(chunk, pa.ExtensionArray) else chunk
+        first += len(chunk)
 
 
 def _collect(array: pa.Array, row: np.ndarray, name: str, files: list[np.ndarray], bad: Bad) -> np.ndarray:

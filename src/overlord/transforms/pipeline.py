@@ -20,11 +20,13 @@ import pyarrow as pa
 from overlord.errors import TransformError
 from overlord.hashing import digest, key64, keyed_hash
 from overlord.sample import Column, Ragged
+from overlord.sources.mixed import is_mixed
 from overlord.sources.views import arrow_of
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Staged, Tokens, Transform
 from overlord.transforms.columns import (
     HIDDEN,
     Bad,
+    Check,
     Unfit,
     as_bool,
     as_meta,
@@ -37,15 +39,19 @@ from overlord.transforms.columns import (
     ids_column,
     meta_column,
     meta_rows,
+    numbers_of,
     plain_numbers,
     read_ids,
     read_meta,
     read_texts,
+    retyped,
     unequal_items,
+    unfit_rows,
 )
 from overlord.transforms.frame import Frame, join_rows, run_each, run_whole, said
 from overlord.transforms.imagerows import CHANCE, ITEM, SeenImages, add_items, check_images, find_images, run_images
 from overlord.transforms.images import META, Images
+from overlord.transforms.losses import check_map, refused_columns
 from overlord.transforms.text import Encoder, Tokenize, build_encoder, same_content
 
 IDS = "tokens"  # the column that holds the ids, whatever it was called in the file
@@ -62,6 +68,7 @@ class Pipeline:
         self._cut = code[-1] + 1 if code else 0
         self.holds_lock: bool = any(t.holds_lock for t in self.transforms)
         self.columns: tuple[str, ...] | None = self._raw_columns()
+        self.refused: tuple[str, ...] = refused_columns(source, self.transforms)
         self._images = find_images(source, self.transforms)
         self._seen = SeenImages(source)
         names = self.meta_names = tuple(t.name for t in self.transforms if isinstance(t, Meta)) + (META if self._images else ())
@@ -118,7 +125,7 @@ class Pipeline:
         finally:
             self._under_way.pop(threading.get_ident(), None)
         self._settle(frame)
-        if not self._cut and frame.table is table and not frame.bad:
+        if not self._cut and frame.table is table and not frame.bad and not any(is_mixed(f.type) for f in table.schema):
             self._as_it_is = table.schema
         return Staged(frame.table, frame.index, sorted(frame.bad), frame.dropped)
 
@@ -180,14 +187,13 @@ class Pipeline:
             add_items(block, frame, meta_rows(frame.table.column(ITEM), row, part), self._images, self._seen)
         return block
 
-    def _between(self) -> list[tuple[Transform | None, str, Callable[[pa.Table, str], None]]]:
+    def _between(self) -> list[tuple[Transform | None, str, Check]]:
         """What the row stage reads: by which transform, which column, and how its type is checked."""
         rest = self.transforms[self._cut :]
-        needs: list[tuple[Transform | None, str, Callable[[pa.Table, str], None]]] = []
+        needs: list[tuple[Transform | None, str, Check]] = []
         for t in rest:
             if not isinstance(t, Select):
-                check = _CHECKS.get(type(t), check_meta)
-                needs += [(t, name, check) for name in _used(t)]
+                needs += [(t, name, _CHECKS[type(t)]) for name in _used(t)]
         if not any(isinstance(t, (Tokenize, Tokens)) for t in rest):
             needs.append((None, IDS, check_ids))
         return needs
@@ -196,9 +202,9 @@ class Pipeline:
         hidden = [name for name in frame.table.column_names if name.startswith(HIDDEN)]
         for t, name, check in self._needs:
             try:
-                check(frame.table, name)
+                _drop_unfit(frame, t, name, check)
             except Unfit as fault:
-                frame.drop_all(f"{t!r}: {fault}" if t else f"{fault}; {NO_IDS}")
+                frame.drop_all(_unfit(t, str(fault)))
                 frame.table = frame.table.select([])
                 return
         names = dict.fromkeys(name for _, name, _ in self._needs)
@@ -244,6 +250,11 @@ class Pipeline:
         if not frame.table.num_rows:
             return
         self._under_way[threading.get_ident()] = t, frame, ids
+        if (check := _CHECKS.get(type(t))) is not None and ids is not None:  # the row stage gets columns that were checked
+            for name in _used(t):
+                _drop_unfit(frame, t, name, check)
+            if not frame.table.num_rows:
+                return
         if isinstance(t, Tokenize):
             _tokenize(frame, t.text, self._encoders[position])
         elif isinstance(t, Tokens):
@@ -282,6 +293,7 @@ class Pipeline:
             made = join_rows(run_each(frame, t, t.fn, as_row, self._generators(frame, position, ids) if t.rng else None))
         else:
             made = run_whole(frame, t, t.fn, self._columns_each(t))
+        check_map(self.source, self.transforms, t, made)
         if not frame.table.num_rows:
             return
         bad: Bad = {}
@@ -311,7 +323,10 @@ class Pipeline:
             if isinstance(result, Ragged):
                 result = [result[i] for i in range(len(result))]
             lists = isinstance(result, (list, tuple)) and any(isinstance(v, (list, tuple, np.ndarray)) for v in result)
-            return list(result) if lists and len(result) == rows else numbers(result, rows)
+            if lists and len(result) == rows:
+                return list(result)
+            found = numbers(result, rows)
+            return result if isinstance(result, (list, tuple)) else found  # an array of all would round large whole numbers
 
         return check
 
@@ -350,7 +365,19 @@ def _describes(name: str, items: str) -> bool:
     return what in ("tokens", "offset") and stem == items.rpartition("_")[0] != "" and items.rpartition("_")[2] not in ("tokens", "offset")
 
 
-_CHECKS: dict[type, Callable[[pa.Table, str], None]] = {Tokenize: check_texts, Tokens: check_ids, Images: check_images}
+_CHECKS: dict[type, Check] = {Tokenize: check_texts, Tokens: check_ids, Images: check_images, Meta: check_meta}
+
+
+def _drop_unfit(frame: Frame, t: Transform | None, name: str, check: Check) -> None:
+    """Drop the rows whose values ``t`` cannot read; raises Unfit where the whole column is of a type it cannot read."""
+    bad, odd = unfit_rows(frame.table, name, check)
+    frame.drop({i: _unfit(t, reason) for i, reason in bad.items()})
+    if odd:
+        frame.table = retyped(frame.table, name)
+
+
+def _unfit(t: Transform | None, reason: str) -> str:
+    return f"{t!r}: {reason}" if t else f"{reason}; {NO_IDS}"
 
 
 def _used(t: Transform) -> tuple[str, ...]:
@@ -365,11 +392,17 @@ def _used(t: Transform) -> tuple[str, ...]:
 
 def _meta_made(made: Any, name: str) -> tuple[Column, Bad]:
     """What a function gave for all rows: numbers, or lists of them."""
-    if isinstance(made, np.ndarray) or not any(isinstance(v, list | tuple | np.ndarray) for v in made):
-        return plain_numbers(np.asarray(made), name, {})
+    if isinstance(made, np.ndarray):
+        return plain_numbers(made, name, {})
+    if not any(isinstance(v, list | tuple | np.ndarray) for v in made):
+        return numbers_of(made, name)
     values, misfits = from_values(made, name)
-    found, bad = read_meta(pa.table({name: values}), name)
-    return found, misfits | {i: reason for i, reason in bad.items() if i not in misfits}
+    table = pa.table({name: values})
+    unfit, odd = unfit_rows(table, name, check_meta)
+    if odd:
+        table = retyped(table, name, unfit)
+    found, bad = read_meta(table, name)
+    return found, bad | unfit | misfits
 
 
 def _nothing(names: Sequence[str], bad: list[tuple[int, str]]) -> Block:

@@ -1,0 +1,265 @@
+"""The part of a Parquet footer that an index needs, read from its bytes by a small Thrift reader.
+
+pyarrow's getters of row groups and columns call C++ functions that throw where Cython expects none: the process aborts.
+They do so for columns that are encrypted, and for footers that contradict themselves. No such getter may be called on
+the footer of a file that nobody has checked. This module therefore calls none of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_DEPTH = 64  # levels of nesting; real footers have six
+_I32, _I64, _BINARY, _LIST, _SET, _MAP, _STRUCT = 5, 6, 8, 9, 10, 11, 12  # types of the compact protocol
+_INTEGERS = (_I32, _I64, 4)
+_FIXED = {3: 1, 7: 8}  # bytes of types of a fixed size
+
+
+class BrokenFooter(ValueError):
+    """Bytes that are not the footer of a Parquet file."""
+
+
+@dataclass(slots=True)
+class Column:
+    """One column of a row group: where its bytes are, and how many."""
+
+    uncompressed: int
+    compressed: int
+    start: int
+    encrypted: bool
+
+
+@dataclass(slots=True)
+class RowGroup:
+    """One row group of a file; its columns are in the order of ``Layout.leaves``."""
+
+    rows: int
+    nbytes: int
+    columns: list[Column]
+
+
+@dataclass(slots=True)
+class Layout:
+    """Rows, columns and byte ranges of a Parquet file."""
+
+    rows: int
+    leaves: list[str]  # of each leaf column: the name of the top-level column that holds it
+    groups: list[RowGroup] = field(default_factory=list)
+
+    @property
+    def encrypted(self) -> list[str]:
+        """Names of the top-level columns of which a part is encrypted, in file order."""
+        hidden = {leaf for group in self.groups for leaf, column in zip(self.leaves, group.columns, strict=True) if column.encrypted}
+        return [name for name in dict.fromkeys(self.leaves) if name in hidden]
+
+
+def parse(footer: bytes) -> Layout:
+    """Read the layout. Raises BrokenFooter; a footer that passes may still be refused by pyarrow."""
+    try:
+        found, at = _struct(footer, 0, _FILE, 0)
+        if at > len(footer):
+            raise IndexError
+    except IndexError:
+        raise BrokenFooter("the footer ends too early") from None
+    if 2 not in found or 3 not in found or 4 not in found:
+        raise BrokenFooter("the footer lacks its schema, its number of rows or its row groups")
+    layout = Layout(found[3], _leaves(found[2]))
+    layout.groups = [_group(g, len(layout.leaves), i) for i, g in enumerate(found[4])]
+    if sum(g.rows for g in layout.groups) != layout.rows:
+        rows = sum(g.rows for g in layout.groups)
+        raise BrokenFooter(f"the footer contradicts itself: {layout.rows} rows, but its row groups have {rows}")
+    return layout
+
+
+def _leaves(elements: list[dict[int, Any]]) -> list[str]:
+    """Return the top-level column of every leaf. Elements come depth first; the first is the root."""
+    if not elements:
+        raise BrokenFooter("the footer has an empty schema")
+    leaves: list[str] = []
+    left, at = [elements[0].get(5, 0)], 1  # children still to come, by level
+    name = ""
+    while left:
+        if not left[-1]:
+            left.pop()
+            continue
+        left[-1] -= 1
+        if at >= len(elements):
+            raise BrokenFooter("the schema in the footer ends too early")
+        element, at = elements[at], at + 1
+        if len(left) == 1:
+            name = element.get(4, b"").decode(errors="replace")
+        children = element.get(5, 0)
+        if children < 0 or len(left) > MAX_DEPTH:
+            raise BrokenFooter(f"the schema in the footer has an element with {children} children at level {len(left)}")
+        if children:
+            left.append(children)
+        else:
+            leaves.append(name)
+    if at != len(elements):
+        raise BrokenFooter(f"the schema in the footer has {len(elements)} elements, of which {at} belong to its root")
+    return leaves
+
+
+def _group(found: dict[int, Any], leaves: int, number: int) -> RowGroup:
+    columns = [_column(c) for c in found.get(1, ())]
+    rows, nbytes = found.get(3, -1), found.get(2, -1)
+    if len(columns) != leaves or rows < 0 or nbytes < 0:
+        problem = f"row group {number} has {len(columns)} of {leaves} columns, {rows} rows and {nbytes} bytes"
+        raise BrokenFooter(f"the footer contradicts itself: {problem}")
+    return RowGroup(rows, nbytes, columns)
+
+
+def _column(found: dict[int, Any]) -> Column:
+    meta = found.get(3, {})
+    return Column(meta.get(6, 0), meta.get(7, 0), meta.get(11) or meta.get(9, 0), 8 in found or 9 in found or 3 not in found)
+
+
+# Thrift's compact protocol. A _Keep lists the fields of a struct to keep: number -> (type, fields of the inner struct to keep).
+
+_Keep = dict[int, tuple[int, Any]]
+_PRESENT = -1  # a struct or a binary of which only the presence counts
+_META: _Keep = {6: (_I64, None), 7: (_I64, None), 9: (_I64, None), 11: (_I64, None)}
+_COLUMN: _Keep = {3: (_STRUCT, _META), 8: (_PRESENT, None), 9: (_PRESENT, None)}
+_GROUP: _Keep = {1: (_LIST, _COLUMN), 2: (_I64, None), 3: (_I64, None)}
+_ELEMENT: _Keep = {4: (_BINARY, None), 5: (_I32, None)}
+_FILE: _Keep = {2: (_LIST, _ELEMENT), 3: (_I64, None), 4: (_LIST, _GROUP)}
+
+
+def _struct(data: bytes, at: int, keep: _Keep, depth: int) -> tuple[dict[int, Any], int]:
+    """Return the fields of a struct to keep, and where it ends. A field of another type than expected is skipped, as Thrift does."""
+    found: dict[int, Any] = {}
+    number = 0
+    while head := data[at]:
+        at += 1
+        kind = head & 15
+        if head >> 4:
+            number += head >> 4
+        else:
+            number, at = _integer(data, at)
+        if number not in keep:
+            at = _skip(data, at, kind, depth)
+            continue
+        wanted, inner = keep[number]
+        if wanted == _PRESENT:
+            found[number], at = True, _skip(data, at, kind, depth)
+        elif kind != wanted:
+            at = _skip(data, at, kind, depth)
+        elif kind == _STRUCT:
+            found[number], at = _struct(data, at, inner, depth + 1)
+        elif kind == _LIST:
+            found[number], at = _structs(data, at, inner, depth + 1)
+        elif kind == _BINARY:
+            size, at = _varint(data, at)
+            found[number], at = data[at : at + size], at + size
+        else:
+            found[number], at = _integer(data, at)
+    return found, at + 1
+
+
+def _structs(data: bytes, at: int, keep: _Keep, depth: int) -> tuple[list[dict[int, Any]], int]:
+    if data[at] & 15 != _STRUCT:
+        raise BrokenFooter("the footer has a list of values where a list of structs belongs")
+    size, at = _size(data, at)
+    found = []
+    for _ in range(size):
+        one, at = _struct(data, at, keep, depth)
+        found.append(one)
+    return found, at
+
+
+def _skip(data: bytes, at: int, kind: int, depth: int) -> int:
+    """Return where a value ends."""
+    if kind in _INTEGERS:
+        while data[at] > 127:
+            at += 1
+        return at + 1
+    if kind == _BINARY:
+        size, at = _varint(data, at)
+        return at + size
+    if kind <= 2:  # a boolean is in the head of its field
+        return at
+    if depth > MAX_DEPTH:
+        raise BrokenFooter(f"the footer is nested more than {MAX_DEPTH} levels deep")
+    if kind == _STRUCT:
+        return _skip_struct(data, at, depth + 1)
+    if kind in (_LIST, _SET):
+        inner = data[at] & 15
+        size, at = _size(data, at)
+        return _skip_list(data, at, inner, size, depth + 1)
+    if kind == _MAP:
+        return _skip_map(data, at, depth + 1)
+    if kind in _FIXED:
+        return at + _FIXED[kind]
+    raise BrokenFooter(f"the footer has a value of the unknown type {kind}")
+
+
+def _skip_struct(data: bytes, at: int, depth: int) -> int:
+    while head := data[at]:
+        at += 1
+        if head < 16:
+            _, at = _integer(data, at)
+        kind = head & 15
+        if kind in _INTEGERS:  # the most frequent first: a footer has tens of thousands of them
+            while data[at] > 127:
+                at += 1
+            at += 1
+        elif kind == _BINARY and data[at] < 128:
+            at += data[at] + 1
+        elif kind > 2:
+            at = _skip(data, at, kind, depth)
+    return at + 1
+
+
+def _skip_list(data: bytes, at: int, kind: int, size: int, depth: int) -> int:
+    if kind in _INTEGERS:
+        for _ in range(size):
+            while data[at] > 127:
+                at += 1
+            at += 1
+        return at
+    for _ in range(size):
+        at = at + 1 if kind <= 2 else _skip(data, at, kind, depth)
+    return at
+
+
+def _skip_map(data: bytes, at: int, depth: int) -> int:
+    size, at = _varint(data, at)
+    if not size:
+        return at
+    _check_size(data, at, size)
+    kinds, at = (data[at] >> 4, data[at] & 15), at + 1
+    for _ in range(size):
+        for kind in kinds:
+            at = _skip_list(data, at, kind, 1, depth)
+    return at
+
+
+def _size(data: bytes, at: int) -> tuple[int, int]:
+    """Return the number of elements of a list, and where they begin."""
+    size, at = data[at] >> 4, at + 1
+    if size == 15:
+        size, at = _varint(data, at)
+    _check_size(data, at, size)
+    return size, at
+
+
+def _check_size(data: bytes, at: int, size: int) -> None:
+    if size > len(data) - at:  # every element takes a byte at least
+        raise BrokenFooter(f"the footer has a list of {size} elements in {max(0, len(data) - at)} bytes")
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value, shift = data[at] & 127, 7
+    while data[at] > 127:
+        at += 1
+        value |= (data[at] & 127) << shift
+        shift += 7
+        if shift > 70:
+            raise BrokenFooter("the footer has a number of more than 64 bits")
+    return value, at + 1
+
+
+def _integer(data: bytes, at: int) -> tuple[int, int]:
+    value, at = (data[at], at + 1) if data[at] < 128 else _varint(data, at)
+    return (value >> 1) ^ -(value & 1), at

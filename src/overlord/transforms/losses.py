@@ -1,0 +1,39 @@
+"""Columns that would say which tokens have a loss. None is supported yet, and one that is ignored would train on the wrong tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from overlord.errors import TransformError
+from overlord.transforms.base import Map, Meta, Select, Transform
+from overlord.transforms.text import Tokenize
+
+LOSS = ("loss_mask", "labels")
+
+
+def refused_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, ...]:
+    """Return the columns that files of a source must not have.
+
+    Files must not have a mask if ids come from a column and no transform drops or reads that mask. A ``Select`` that names a mask is
+    refused here. ``check_map`` refuses a mask that a ``Map`` returns.
+    """
+    for t in transforms:
+        if isinstance(t, Select) and (kept := [name for name in LOSS if name in t.columns]) and not _later(transforms, t, Map):
+            problem, remedy = f"expected columns that a job can use, got {kept[0]!r}, which is not supported yet", "leave it out"
+            raise TransformError(source, repr(t), problem, remedy)
+    if any(isinstance(t, (Tokenize, Map, Select)) for t in transforms):
+        return ()
+    read = {t.value for t in transforms if isinstance(t, Meta)}
+    return tuple(name for name in LOSS if name not in read)
+
+
+def check_map(source: str, transforms: Sequence[Transform], t: Map, made: Iterable[str]) -> None:
+    """Refuse a mask among the columns that a ``Map`` returned, unless a later transform replaces or drops it."""
+    if (kept := [name for name in LOSS if name in made]) and not _later(transforms, t, Map, Select, Tokenize):
+        problem = f"expected columns that a job can use, got {kept[0]!r}, which is not supported yet"
+        raise TransformError(source, repr(t), problem, f"return 'tokens' without {kept[0]!r}: every token has a loss")
+
+
+def _later(transforms: Sequence[Transform], t: Transform, *kinds: type) -> bool:
+    at = next(i for i, other in enumerate(transforms) if other is t)
+    return any(isinstance(other, kinds) for other in transforms[at + 1 :])
