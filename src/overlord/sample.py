@@ -310,7 +310,7 @@ class Buffer:
 
     @property
     def objective(self) -> str:
-        """What ``DGraph.balance`` aims at unless told otherwise: it follows ``sync``."""
+        """Return the default objective of ``DGraph.balance``: it follows ``sync``."""
         if self.sync not in OBJECTIVES:
             raise PlanError(f"buffer.sync: expected one of {', '.join(OBJECTIVES)}, got {self.sync!r}", self.step, "set Job.sync")
         return OBJECTIVES[self.sync]
