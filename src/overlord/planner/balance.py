@@ -55,7 +55,7 @@ def _place(p: Problem, level: str, objective: str, keep_order: bool) -> Placemen
     if p.method == "none" or (level == "inter" and objective == "iteration"):
         return ways.arrival_inside(p, ways.buckets(p, 0))
     if level == "inter":
-        return ways.first(p, (ways.in_runs,))
+        return ways.first(p, (ways.whole, ways.in_runs))
     if level == "intra":
         return ways.first(p, (ways.inside_round_robin,))
     if p.method != "greedy" and (own := _by_method(p, level, objective)) is not None:

@@ -105,6 +105,11 @@ def two_level(p: Problem, m: int) -> Placement | None:
     return _then_inside(p, buckets(p, m), m, "two-level")
 
 
+def whole(p: Problem, m: int) -> Placement | None:
+    """One microbatch: ranks meet once a step, whatever the objective, and nothing is left to cut."""
+    return two_level(p, m) if m == 1 else None
+
+
 def _then_inside(p: Problem, bucket: np.ndarray, m: int, way: str) -> Placement | None:
     if not fits(bucket, p.sizes, p.n_buckets, m * p.capacity) or (microbatch := _inside(p, bucket, m)) is None:
         return None
@@ -347,7 +352,7 @@ def own_bins_swapped(p: Problem, m: int) -> Placement | None:
 def better_flat(p: Problem, m: int) -> Placement | None:
     """All bins at once: the better of flat and levelled. With one microbatch ranks meet once a step, whatever the objective."""
     if m == 1:
-        return two_level(p, m) or tight(p, m)
+        return whole(p, m) or tight(p, m)
     found = [f for f in (flat(p, m), levelled(p, m)) if f is not None]
     found = found or [f for f in (two_level(p, m), _best_fit(p, m)) if f is not None]  # these pack tighter
     return min(found, key=lambda f: waited(p, f)) if found else None
