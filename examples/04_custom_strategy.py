@@ -47,7 +47,7 @@ def main() -> None:
     for name, strategy in (("dealt out in turn", unplanned), ("windowed", windowed)):
         plan = strategy(buffer, place)
         found = plan.imbalance()
-        print(f"{name}: slowest rank over the mean {found['bucket']:.3f}, no placement can pass {found['bound']:.3f}")
+        print(f"{name}: a step takes {found['microbatch']:.3f} of the mean rank's time, no placement less than {found['slot_bound']:.3f}")
     print("\n" + plan.to_table())
 
 

@@ -65,7 +65,8 @@ def main() -> None:
     folder = f"{tempfile.gettempdir()}/fsdp2-{os.environ.get('MASTER_PORT', os.getpid())}"  # one that all ranks see
     source = ov.Source("counting", Counting(), transforms=[ov.Tokens()])
     place = ov.ClientPlaceTree(dp=dist.get_world_size())
-    job = ov.Job(name="fsdp2", sources=[source], batch=ov.Batch(samples=32, microbatches=2, context=512), place=place, until=10)
+    batch, sync = ov.Batch(samples=32, microbatches=2, context=512), "microbatch"  # the default: FSDP gathers weights at every one
+    job = ov.Job(name="fsdp2", sources=[source], batch=batch, place=place, sync=sync, until=10)
     whole, rest = train(job, folder, save_at=4), train(job, folder, resume=True)
     if dist.get_rank() == 0:
         same = all(abs(a - b) < 1e-5 for a, b in zip(rest, whole[5:], strict=True))

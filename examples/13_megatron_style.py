@@ -50,7 +50,8 @@ def train(rank: int, port: int = 0) -> None:
     stage = torch.nn.Embedding(64, 32) if at["pp"] == 0 else torch.nn.Linear(32, 64)
     source = ov.Source.from_dataset("counting", DOCUMENTS, transforms=[ov.Tokens()])
     batch = ov.Batch(samples=32, microbatches=2, context=512)
-    with ot.join(ov.Job(name="megatron", sources=[source], batch=batch, place=PLACE, strategy=balanced, until=20)) as client:
+    job = ov.Job(name="megatron", sources=[source], batch=batch, place=PLACE, strategy=balanced, sync="microbatch", until=20)
+    with ot.join(job) as client:
         for step in client:
             microbatches = iter(step)
             loss = sum(forward_backward(stage, microbatches, at, step.global_valid_tokens) for _ in range(len(step)))

@@ -51,7 +51,8 @@ def train(rank: int, port: int = 0) -> None:
     images = ov.Images("images", placeholder=IMAGE, at="marker", size=(28, 28), patch=14, merge=2)  # four patches, one token
     source, batch = ov.Source("photos", f"{folder}/*.parquet", transforms=[ov.Tokens(), images]), ov.Batch(samples=16, context=128)
     losses, counts = [], np.zeros((4, 2), int)
-    job = ov.Job(name="vlm", sources=[source], batch=batch, place=PLACE, strategy="vlm_hybrid", until=30)
+    # Replicas wait for each other once a step, where they add up gradients.
+    job = ov.Job(name="vlm", sources=[source], batch=batch, place=PLACE, strategy="vlm_hybrid", sync="step", until=30)
     with ot.join(job, cache_dir=f"{folder}/cache") as client:
         for step in client:
             [maps], loss = step.encoder, torch.zeros(())

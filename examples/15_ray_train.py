@@ -64,7 +64,8 @@ def train(config: dict) -> None:
 def main() -> None:
     source = ov.Source.from_dataset("counting", DOCUMENTS, transforms=[ov.Tokens()])
     batch = ov.Batch(samples=32, microbatches=2, context=512)
-    job = ov.Job(name="ray-train", sources=[source], batch=batch, place=ov.ClientPlaceTree(dp=2), until=12)
+    place = ov.ClientPlaceTree(dp=2)
+    job = ov.Job(name="ray-train", sources=[source], batch=batch, place=place, sync="step", until=12)  # gradients are added once a step
     with tempfile.TemporaryDirectory() as storage, ov.launch(job, runtime="ray", cache_dir=f"{storage}/cache") as session:
         served = session.serve()  # launch has started a cluster, and Train uses it
         config = {"address": served.address, "token": served.token, "start": session.state_dict()}

@@ -79,7 +79,7 @@ def run_ahead(case: Case, look_ahead: int, *, steps: int, seed: int = 0) -> Ahea
     for step in range(steps):
         graph = DGraph.from_buffer(stream.candidates(step), place, meta="tokens").mix(prefer=hold_long(DENSE_12B))
         graph = graph.distribute("DP").cost(DENSE_12B)
-        once = graph.balance("greedy").plan()
+        once = graph.balance("greedy", objective="iteration").plan()
         each = graph.balance("greedy", objective="microbatch").plan()
         slowest += float(once.loads().sum(axis=1).max())
         synced += float(each.loads().max(axis=0).sum())

@@ -77,7 +77,7 @@ def step_of(setup: Setup, profile: str, context: int, seed: int) -> Samples:
 def step_seconds(setup: Setup, pair: Pair, buffer: Buffer, fixed: dict[str, LoadingPlan]) -> tuple[dict[str, float], float, str]:
     """Seconds by strategy, those of an ideal step, and which of ours was the faster."""
     objective, place, found = "microbatch" if setup.sync == "microbatch" else "iteration", setup.place, {}
-    inter, both = backbone_plan(pair, buffer, setup, level="inter"), backbone_plan(pair, buffer, setup, objective=objective)
+    inter, both = (backbone_plan(pair, buffer, setup, level, objective) for level in ("inter", "both"))
     for name, plan in {**fixed, "backbone": inter, "both levels": both}.items():
         encoded = encoded_once(plan, buffer) if setup.encoder == "own group once" else plan
         found[name] = seconds(loads_of(encoded, pair, setup, exchanged=False), setup, setup.encoder)
@@ -92,7 +92,7 @@ def step_seconds(setup: Setup, pair: Pair, buffer: Buffer, fixed: dict[str, Load
         "joint": seconds(loads_of(joint, pair, setup, exchanged=False), setup),
     }
     if setup.sync == "1F1B":
-        apart = vlm(pair.vit, pair.llm, per="iteration", joint=True)(buffer, place)
+        apart = vlm(pair.vit, pair.llm, per="iteration", joint=True, objective=objective)(buffer, place)
         ours["joint, encoder once a step"] = seconds(loads_of(apart, pair, setup, exchanged=False), setup)
     chosen = min(ours, key=lambda name: ours[name])
     found["ours"] = ours[chosen]
@@ -100,7 +100,7 @@ def step_seconds(setup: Setup, pair: Pair, buffer: Buffer, fixed: dict[str, Load
     return {strategy: found[strategy] for strategy in STRATEGIES}, ideal, chosen
 
 
-def backbone_plan(pair: Pair, buffer: Buffer, setup: Setup, level: str = "both", objective: str = "iteration") -> LoadingPlan:
+def backbone_plan(pair: Pair, buffer: Buffer, setup: Setup, level: str, objective: str) -> LoadingPlan:
     """The strategy ``backbone_balance`` with the pair's costs: samples are balanced by the backbone, images stay in their group in turn."""
     drawn = DGraph.from_buffer(buffer, setup.place).mix()
     samples = drawn.select("tokens").distribute("DP").cost(pair.llm).balance("greedy", level=level, objective=objective)

@@ -60,11 +60,12 @@ class Case:
 TINY_CASES = (Case(context=256, per_rank=4, ranks=4),)
 
 
-def balanced(cost: CostFn, **options: str) -> Strategy:
-    """``llm_balance`` with a cost of one's own."""
+def balanced(cost: CostFn) -> Strategy:
+    """``llm_balance`` with a cost of one's own, for ranks that meet once a step."""
 
     def plan(buffer: Buffer, place: ov.ClientPlaceTree) -> LoadingPlan:
-        return ov.DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute("DP").cost(cost).balance("greedy", **options).plan()
+        graph = ov.DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute("DP").cost(cost)
+        return graph.balance("greedy", objective="iteration").plan()
 
     return plan
 

@@ -94,8 +94,8 @@ def ways(costs: Costs) -> dict[str, Way]:
     return {
         "vanilla": Way(vanilla),
         "backbone": Way(backbone(costs)),
-        "hybrid": Way(vlm(costs.vit, costs.llm, per="iteration", joint=False), exchanged=True),
-        "joint": Way(vlm(costs.vit, costs.llm, per="iteration", joint=True)),
+        "hybrid": Way(vlm(costs.vit, costs.llm, per="iteration", joint=False, objective="iteration"), exchanged=True),
+        "joint": Way(vlm(costs.vit, costs.llm, per="iteration", joint=True, objective="iteration")),
         "hybrid, by microbatch": Way(vlm(costs.vit, costs.llm, per="iteration", joint=False, objective="microbatch"), exchanged=True),
     }
 
@@ -105,7 +105,7 @@ def backbone(costs: Costs) -> Strategy:
 
     def plan(buffer: Buffer, place: ov.ClientPlaceTree) -> LoadingPlan:
         drawn = ov.DGraph.from_buffer(buffer, place).mix()
-        samples = drawn.select("tokens").distribute("DP").cost(costs.llm).balance("greedy", level="inter")
+        samples = drawn.select("tokens").distribute("DP").cost(costs.llm).balance("greedy", level="inter", objective="iteration")
         images = drawn.select("image_patches").distribute("WORLD").cost(costs.vit).follow(samples, "none", stay=True)
         return samples.plan(encoder=images)
 

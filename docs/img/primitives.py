@@ -172,7 +172,7 @@ def balance() -> str:
     drawn = _mixed(buffer(160, 4, 4096, 2600, text=160, seed=21), 8)
     graph = ov.DGraph.from_buffer(drawn, ov.ClientPlaceTree(dp=8)).mix().distribute("DP").cost(LLM)
     ways: list[tuple[str, dict[str, Any]]] = [
-        ('"none"', {"method": "none"}), ('"greedy"', {"method": "greedy"}),
+        ('"none"', {"method": "none"}), ('"greedy", "iteration"', {"method": "greedy", "objective": "iteration"}),
         ('"greedy", "microbatch"', {"method": "greedy", "objective": "microbatch"}),
     ]  # fmt: skip
     panels, mean, bound = [], 1.0, 1.0

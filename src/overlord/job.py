@@ -29,6 +29,7 @@ ON_LONG = ("truncate", "split", "quarantine")
 DRAWS = ("exact", "random")
 MIX_EVERY = ("step", "microbatch", "epoch")
 OVERFLOWS = ("grow", "defer")
+SYNCS = ("microbatch", "step")
 WORKERS = ("threads", "processes")
 ON_LOST = ("fail", "leave")
 
@@ -182,7 +183,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Everything that shapes the stream (fingerprinted), and ``place`` and ``journal`` (not fingerprinted)."""
+    """Everything that shapes the stream (fingerprinted), and ``place``, ``sync`` and ``journal`` (not fingerprinted)."""
 
     name: str
     sources: Sequence[Source]
@@ -190,6 +191,7 @@ class Job:
     batch: Batch
     mixture: Any = None  # None: the sources' weights; or a mapping name -> weight; or a schedule
     strategy: str | Callable[..., Any] = "llm_balance"
+    sync: str = "microbatch"  # when ranks wait for each other: what strategies balance for, unless they are told
     seed: int = 0
     journal: str | None = None  # a directory or a store's URI; None: nothing outlives the process but state_dict()
     until: str | int = "all"
@@ -217,7 +219,8 @@ class Job:
 
     def __repr__(self) -> str:
         size = f"{self.batch.samples} samples" if self.batch.samples else f"{self.batch.tokens} tokens"
-        return f"Job({self.name!r}, {len(self.sources)} sources, {size} a step, {self.place}, {_name_of(self.strategy)}, seed {self.seed})"
+        how = f"{_name_of(self.strategy)}, sync {self.sync}"
+        return f"Job({self.name!r}, {len(self.sources)} sources, {size} a step, {self.place}, {how}, seed {self.seed})"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -244,7 +247,7 @@ class Job:
             least = 0 if name == "seed" else 1
             if not _is_int(getattr(self, name)) or getattr(self, name) < least:
                 found.append(f"{name}: wanted a whole number of at least {least}, found {getattr(self, name)!r}")
-        for name, known in (("draw", DRAWS), ("mix_every", MIX_EVERY), ("overflow", OVERFLOWS), ("on_long", ON_LONG)):
+        for name, known in (("draw", DRAWS), ("mix_every", MIX_EVERY), ("overflow", OVERFLOWS), ("on_long", ON_LONG), ("sync", SYNCS)):
             found += _one_of(name, getattr(self, name), known)
         if not (self.until in ("all", "first") or (_is_int(self.until) and int(self.until) >= 1)):
             found.append(f'until: wanted "all", "first" or a number of steps, found {self.until!r}')

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from overlord.job import Batch
 
 
+OBJECTIVES = {"microbatch": "microbatch", "step": "iteration"}  # Job.sync, and what balancing aims at under it
 SLICE_FROM = 1024  # mean length of rows from which copying them one by one is cheaper than gathering by index
 
 
@@ -302,9 +303,17 @@ class Buffer:
     max_age: int = 8  # one passed over so often comes first
     scores: np.ndarray | None = None  # what the job's schedule prefers: the lowest first
     overflow: str = "grow"  # "defer": what does not fit is left for a later step
+    sync: str = "microbatch"  # when ranks wait for each other: after every "microbatch", or once a "step"
 
     def __len__(self) -> int:
         return len(self.source)
+
+    @property
+    def objective(self) -> str:
+        """Return the default objective of ``DGraph.balance``: it follows ``sync``."""
+        if self.sync not in OBJECTIVES:
+            raise PlanError(f"buffer.sync: expected one of {', '.join(OBJECTIVES)}, got {self.sync!r}", self.step, "set Job.sync")
+        return OBJECTIVES[self.sync]
 
     @property
     def loader(self) -> Any:
@@ -338,10 +347,11 @@ class Buffer:
         return replace(self, **picked, **beside, meta=meta)
 
     @staticmethod
-    def from_columns(columns: Mapping[str, Mapping[str, Any]], *, batch: Batch, step: int = 0) -> Buffer:
+    def from_columns(columns: Mapping[str, Mapping[str, Any]], *, batch: Batch, step: int = 0, sync: str = "microbatch") -> Buffer:
         """A buffer by hand: ``{"web": {"tokens": [5, 9]}, ...}``; a list of lists becomes a ragged column.
 
         Every source must have the same columns, but for ragged ones: the samples of a source without it have no items.
+        ``sync``: as in ``Job``.
         """
         if not hasattr(batch, "context"):
             raise PlanError(f"Buffer.from_columns: wanted a Batch, found {batch!r}", step, "batch=ov.Batch(samples=..., context=...)")
@@ -361,7 +371,7 @@ class Buffer:
         zeros = np.zeros(n, np.int32)
         return Buffer(
             names=tuple(columns), source=np.repeat(np.arange(len(sizes)), sizes).astype(np.int32),
-            epoch=zeros, file=zeros, row=row.astype(np.int64), part=zeros, meta=Columns(meta, step), batch=batch, step=step,
+            epoch=zeros, file=zeros, row=row.astype(np.int64), part=zeros, meta=Columns(meta, step), batch=batch, step=step, sync=sync,
         )  # fmt: skip
 
 

@@ -66,6 +66,7 @@ def jobs(directory: Path) -> dict[str, ov.Job]:
         "vanilla, samples": {"batch": ov.Batch(samples=32, microbatches=2, context=64), "strategy": "vanilla"},
         "llm_balance, tokens, split": {"batch": ov.Batch(tokens=900, context=32, labels="unshifted"), "on_long": "split"},
         "backbone_balance, padded": {"batch": ov.Batch(samples=24, context=64, layout="padded", pad_id=9), "strategy": "backbone_balance"},
+        "llm_balance, sync step": {"batch": ov.Batch(samples=32, microbatches=3, context=64), "sync": "step"},
         "random draw": {"batch": ov.Batch(samples=32, context=64), "draw": "random"},
         "mixed by microbatch": {"batch": ov.Batch(samples=32, microbatches=3, context=64, pad_multiple=8), "mix_every": "microbatch"},
     }.items():

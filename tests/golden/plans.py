@@ -20,10 +20,12 @@ from overlord.planner.strategy import STRATEGIES
 
 FILE = Path(__file__).with_name("plans.json")
 TREES = {"dp=3": ov.ClientPlaceTree(dp=3), "dp=2 cp=2 tp=2": ov.ClientPlaceTree(dp=2, cp=2, tp=2)}
+BY_SYNC = ("llm_balance", "backbone_balance", "look_ahead_balance", "vlm_hybrid")  # the others place alike, whenever ranks wait
 WAYS: dict[str, dict[str, Any]] = {
-    "iteration": {},
+    "iteration": {"objective": "iteration"},
     "microbatch": {"objective": "microbatch"},
-    "inter": {"level": "inter"},
+    "inter": {"level": "inter", "objective": "iteration"},
+    "inter, microbatch": {"level": "inter", "objective": "microbatch"},
     "intra": {"level": "intra"},
     "interleaved": {"level": "interleaved"},
     "keep_order": {"keep_order": True},
@@ -64,13 +66,17 @@ def cases() -> dict[str, Callable[[], ov.LoadingPlan]]:
             found[f"{name}, images, {place}"] = lambda s=strategy, t=tree: s(pictures(), t)
             if "image_patches" in texts().meta or name not in ("encoder_balance", "vlm_hybrid"):
                 found[f"{name}, text, {place}"] = lambda s=strategy, t=tree: s(texts(), t)
+            for kind, made in {"text": texts, "images": pictures}.items():
+                if name in BY_SYNC and f"{name}, {kind}, {place}" in found:
+                    found[f"{name}, {kind}, {place}, sync step"] = lambda s=strategy, t=tree, b=made: s(replace(b(), sync="step"), t)
+    once = WAYS["iteration"]
     for method in BUILT_IN:
         assert method in METHODS
         for way, settings in WAYS.items():
             found[f"balance {method}, {way}"] = lambda m=method, w=settings: _graph(4).balance(m, **w).plan()
-    found["balance greedy, groups of 2"] = lambda: _graph(4, group_size=2).balance("greedy").plan()
-    found["balance greedy, bounded memory"] = lambda: _graph(4, memory=True).balance("greedy", memory_capacity=240).plan()
-    found["balance greedy, one capacity of its own"] = lambda: _graph(4).balance("greedy", capacity=80).plan()
+    found["balance greedy, groups of 2"] = lambda: _graph(4, group_size=2).balance("greedy", **once).plan()
+    found["balance greedy, bounded memory"] = lambda: _graph(4, memory=True).balance("greedy", memory_capacity=240, **once).plan()
+    found["balance greedy, one capacity of its own"] = lambda: _graph(4).balance("greedy", capacity=80, **once).plan()
     return found
 
 

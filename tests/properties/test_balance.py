@@ -280,6 +280,7 @@ def test_rows_of_thousands_of_items_are_evened_out_by_their_dearest() -> None:
 
 levels = (
     st.fixed_dictionaries({"level": st.sampled_from(["inter", "intra", "interleaved"])})
+    | st.just({"level": "inter", "objective": "microbatch"})
     | st.fixed_dictionaries({}, optional={"objective": st.sampled_from(["iteration", "microbatch"]), "keep_order": st.booleans()})
 )  # fmt: skip
 
@@ -381,7 +382,7 @@ def test_with_keep_order_a_microbatch_holds_one_sub_draw_and_sub_draws_keep_thei
 def test_sub_draws_that_fit_are_the_microbatches_and_one_that_does_not_takes_two() -> None:
     sizes, substep = np.array([40, 40, 90, 60, 60, 60, 10], np.int64), np.array([0, 0, 0, 1, 1, 1, 2], np.int32)
     problem = Problem(costs=sizes.astype(float), sizes=sizes, n_buckets=2, microbatches=3, capacity=100, substep=substep)
-    assert place(problem, keep_order=True).microbatch.tolist() == [0, 0, 0, 1, 2, 2, 3]
+    assert place(problem, keep_order=True).microbatch.tolist() == [0, 0, 0, 1, 1, 2, 3]
     roomy = Problem(costs=sizes.astype(float), sizes=sizes, n_buckets=3, microbatches=4, capacity=100, substep=substep)
     found = place(roomy, keep_order=True)
     assert (found.microbatch.tolist(), found.n_microbatches) == (substep.tolist(), 4)
@@ -559,7 +560,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         place(problem, level="all")
     with pytest.raises(PlanError, match="known: iteration, microbatch"):
         place(problem, objective="step")
-    with pytest.raises(PlanError, match="level 'interleaved' goes with"):
+    with pytest.raises(PlanError, match="level 'interleaved' goes without keep_order"):
         place(problem, level="interleaved", keep_order=True)
     with pytest.raises(PlanError, match=r"known: greedy, karmarkar_karp"):
         place(Problem(costs=np.ones(3), sizes=np.ones(3, np.int64), n_buckets=2, method="gready"))

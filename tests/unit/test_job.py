@@ -157,6 +157,7 @@ def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
         ({"draw": "fair"}, "draw: wanted one of exact, random, found 'fair'"),
         ({"draw": "random", "batch": Batch(tokens=8, context=8)}, 'draw: "random" draws samples'),
         ({"mix_every": "hour"}, "mix_every: wanted one of step, microbatch, epoch"),
+        ({"sync": "iteration"}, "sync: wanted one of microbatch, step, found 'iteration'"),
         ({"on_long": "drop"}, "on_long: wanted one of truncate, split, quarantine"),
         ({"look_ahead": 0}, "look_ahead: wanted a whole number of at least 1"),
         ({"look_ahead": 2, "batch": Batch(tokens=8, context=8)}, "look_ahead: 2 goes with a batch in samples only"),
@@ -208,7 +209,7 @@ def test_a_good_job_reads_well_and_keeps_lists_as_tuples():
     made = job(sources=[Source("web", "a", transforms=[Tokens()]), Source("code", "b", weight=0)], place=ClientPlaceTree(dp=4))
     assert made.names == ("web", "code")
     assert made.sources[0].transforms == (Tokens(),)
-    assert repr(made) == "Job('demo', 2 sources, 8 samples a step, pp1xdp4xcp1xtp1, llm_balance, seed 0)"
+    assert repr(made) == "Job('demo', 2 sources, 8 samples a step, pp1xdp4xcp1xtp1, llm_balance, sync microbatch, seed 0)"
     assert pickle.loads(pickle.dumps(made)) == made
 
 

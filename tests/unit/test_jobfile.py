@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from overlord import jobfile
 from overlord.errors import JobError
-from overlord.job import CP_SPLITS, DRAWS, LABELS, LAYOUTS, MIX_EVERY, ON_LONG, WORKERS, Batch, Job, Source
+from overlord.job import CP_SPLITS, DRAWS, LABELS, LAYOUTS, MIX_EVERY, ON_LONG, SYNCS, WORKERS, Batch, Job, Source
 from overlord.jobfile import read_job, register_function, write_job
 from overlord.placetree import ClientPlaceTree
 from overlord.planner.strategy import STRATEGIES
@@ -297,7 +297,7 @@ jobs = st.builds(
     Job, name=names, sources=st.lists(sources, min_size=1, max_size=4, unique_by=lambda s: s.name), batch=batches, place=places,
     strategy=st.sampled_from(sorted(STRATEGIES)), seed=st.integers(0, 2**70),
     until=st.sampled_from(["all", "first"]) | st.integers(1, 99), draw=st.sampled_from(DRAWS),
-    mix_every=st.sampled_from(MIX_EVERY), on_long=st.sampled_from(ON_LONG), slice_rows=st.integers(1, 999),
+    mix_every=st.sampled_from(MIX_EVERY), sync=st.sampled_from(SYNCS), on_long=st.sampled_from(ON_LONG), slice_rows=st.integers(1, 999),
 )  # fmt: skip
 law = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 

@@ -248,7 +248,7 @@ def test_the_encoder_is_balanced_over_all_ranks_when_replicas_are_groups_and_wit
 
 
 def test_each_strategy_balances_what_its_name_says() -> None:
-    buffer, place = skewed(), ov.ClientPlaceTree(dp=4, tp=2)
+    buffer, place = replace(skewed(), sync="step"), ov.ClientPlaceTree(dp=4, tp=2)  # ranks meet once, so buckets are what counts
     names = ("vanilla", "backbone_balance", "encoder_balance", "vlm_hybrid")
     plans = {name: getattr(ov.strategy, name)(buffer, place) for name in names}
     encoder, backbone = ({n: p.imbalance(m)["bucket"] for n, p in plans.items()} for m in ("encoder", "backbone"))

@@ -87,7 +87,8 @@ def make_job(out: Path, shape: Shape, storing: Storing | None = None) -> Job:
         uri = str(out / "corpus" / kind.name / f"*.{storing.format(kind)}")
         sources.append(Source(kind.name, uri, weight=kind.weight, transforms=[to_ids]))
     batch = Batch(samples=shape.samples, microbatches=shape.microbatches, context=shape.context)
-    return Job(name="demo", sources=sources, batch=batch, place=ClientPlaceTree(dp=shape.ranks), seed=shape.seed)
+    place = ClientPlaceTree(dp=shape.ranks)
+    return Job(name="demo", sources=sources, batch=batch, place=place, sync="step", seed=shape.seed)  # its trainer waits once a step
 
 
 def later_mixture() -> dict[str, float]:

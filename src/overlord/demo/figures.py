@@ -69,6 +69,7 @@ def buffer_of(plan: LoadingPlan, job: Job) -> Buffer:
     return Buffer(
         names=plan.names, source=plan.source, epoch=plan.epoch, file=plan.file, row=plan.row, part=plan.part,
         meta={"tokens": plan.tokens}, batch=job.batch, step=plan.step, drawn=True, substep=plan.substep,
+        sync=job.sync,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from overlord.observe.svg import Line, Panel, Ridge, bars, lines, ridges, series
 COLORS = {"vanilla": series_color(5), "packed": series_color(2), "llm_balance": series_color(0)}
 WAYS = {
     "vanilla": "sample i goes to rank i mod ranks",
-    "packed": "the stream cut into full microbatches, dealt out in turn",
+    "packed": "the stream cut into microbatches of equal tokens, dealt out in turn",
     "llm_balance": "placed by cost over ranks and microbatches",
 }
 MIX_HEAD = ("source", "wanted", "realised", "samples", "tokens", "median", "longest", "quarantined")

@@ -138,6 +138,7 @@ class StepExplanation(Explanation):
     sources: tuple[SourceShare, ...]
     weights_from: str
     trail: tuple[str, ...]
+    sync: str  # when ranks wait for each other: microbatch, or step
     fill: float
     modules: tuple[ModuleFigures, ...]
 
@@ -207,7 +208,7 @@ def explain_step(stage: Stage, known: Known) -> StepExplanation:
     return StepExplanation(
         step=plan.step, skipped=stage.skipped, digest=stage.digest, samples=len(plan), tokens=int(plan.tokens.sum()),
         unit="samples" if known.job.batch.tokens is None else "tokens", sources=_shares(plan, known),
-        weights_from=weights_from(stage, known.job), trail=tuple(plan.extra.get("trail", ())), fill=plan.fill(),
+        weights_from=weights_from(stage, known.job), trail=tuple(plan.extra.get("trail", ())), sync=known.job.sync, fill=plan.fill(),
         modules=tuple(_figures(plan, name, known.job) for name in sorted(plan.modules, key=lambda n: (n != "backbone", n))),
     )  # fmt: skip
 

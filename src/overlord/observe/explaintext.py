@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from overlord.observe.explain import ModuleFigures, SampleExplanation, SourceShare, StepExplanation
@@ -60,6 +60,17 @@ def _step(e: StepExplanation) -> str:
     return "\n".join(lines)
 
 
+def time_over_mean(sync: str, imbalance: Mapping[str, float]) -> float:
+    """Return the imbalance that decides the time of a step whose ranks wait for each other at ``sync``."""
+    return imbalance["bucket" if sync == "step" else "microbatch"]
+
+
+def waits(sync: str, imbalance: Mapping[str, float]) -> str:
+    """Say when ranks wait for each other, and how long the step takes therefore."""
+    when = "once a step" if sync == "step" else "after every microbatch"
+    return f"ranks wait for each other {when} (sync: {sync}): the step takes {time_over_mean(sync, imbalance):.3f} of the mean rank's time"
+
+
 def _from(source: SourceShare) -> str:
     """The files that gave most, by their names alone: all paths are in the fields."""
     most = sorted(source.files, key=lambda f: -f.samples)[:FILES]
@@ -78,6 +89,7 @@ def _module(m: ModuleFigures, e: StepExplanation) -> list[str]:
     lines = facts([
         (m.name, f"{m.items:,} items in {m.buckets:,} buckets ({m.axis}) x {m.microbatches} microbatches{room}{filled}"),
         ("imbalance", f"{i['bucket']:.3f} by bucket, {i['microbatch']:.3f} by microbatch; {bound}"),
+        *([("waits", waits(e.sync, i))] if m.name == "backbone" else []),
         ("slowest", f"bucket {m.slowest} (ranks {spans(m.slowest_ranks)}), {m.slowest_over_mean:.3f} of the mean: {why}"),
         ("peak", f"{m.peak_tokens:,} tokens in microbatch {m.peak_at[1]} of bucket {m.peak_at[0]}"),
     ])  # fmt: skip

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import overlord as ov
 from overlord.errors import JobError, StateMismatch
 from overlord.hashing import digest
+from overlord.observe.explaintext import time_over_mean
 from overlord.observe.tables import run_view
 from overlord.observe.watch import Meter, Taken, watch
 from overlord.sources.uris import is_uri
@@ -67,7 +68,7 @@ def run_job(run: Run, console: Console, err: Console) -> Meter:
         say_resumed(session, err)
         ranks = range(run.job.place.world_size) if run.rank is None else [run.rank]
         try:
-            with _showing(err, run.steps) as show:
+            with _showing(err, run.steps, run.job.sync) as show:
                 for taken in watch(session, ranks, run.steps):
                     meter.add(taken)
                     show(taken, meter)
@@ -135,14 +136,14 @@ def save_state(path: Path, session: Session) -> None:
 
 
 @contextmanager
-def _showing(err: Console, steps: int | None) -> Iterator[Show]:
+def _showing(err: Console, steps: int | None, sync: str) -> Iterator[Show]:
     """A live line on a terminal, now and then a plain one elsewhere."""
 
     def words(taken: Taken, meter: Meter) -> str:
         of = f"/{steps}" if steps else ""
         return (
             f"step {taken.plan.step} ({meter.steps}{of})  {meter.tokens_per_s / 1e3:,.0f}k tokens/s  "
-            f"imbalance {taken.plan.imbalance()['bucket']:.3f}  wait {meter.last_wait_s * 1e3:.1f} ms"
+            f"imbalance {time_over_mean(sync, taken.plan.imbalance()):.3f}  wait {meter.last_wait_s * 1e3:.1f} ms"
         )
 
     if not err.is_terminal:

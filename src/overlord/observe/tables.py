@@ -11,6 +11,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from overlord.observe.explaintext import waits
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -158,6 +160,7 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
     facts = [
         ("step", f"{plan.step}: {len(plan):,} samples, {int(plan.tokens.sum()):,} tokens, placed by {strategy} on {job.place}"),
         ("imbalance", f"by bucket {i['bucket']:.3f}, by microbatch {i['microbatch']:.3f}; no placement can go below {i['bound']:.3f}"),
+        ("waits", waits(job.sync, i)),
         ("microbatches", f"{a.n_microbatches} of {a.capacity:,} tokens on each bucket, {plan.fill():.0%} filled"),
         ("mix", _mix(plan)),
         ("digest", plan.digest()),

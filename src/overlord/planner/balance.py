@@ -5,8 +5,9 @@ A *method* (``methods.py``) is one function from costs to bins; a *way* (``ways.
 
 Objectives: ``iteration`` for ranks that meet once per step (level buckets first, then the microbatches inside each),
 ``microbatch`` for ranks that meet after every microbatch (level all bins of an index). Levels: ``both``; ``inter`` (buckets only,
-stream order inside), ``intra`` (buckets in turn, balanced inside), ``interleaved`` (indices of equal cost, then each over the
-buckets, poorest first: bucket totals almost as level as with ``iteration``, indices almost as level as with ``microbatch``).
+stream order inside; with ``microbatch`` the stream is cut into runs, each balanced by itself), ``intra`` (buckets in turn, balanced
+inside), ``interleaved`` (indices of equal cost, then each over the buckets, poorest first: bucket totals almost as level as with
+``iteration``, indices almost as level as with ``microbatch``). No microbatch stays empty beside one that can give a sample.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
 
 LEVELS = ("both", "inter", "intra", "interleaved")
 OBJECTIVES = ("iteration", "microbatch")
+ONCE = ("intra", "interleaved")  # levels that have no objective of their own: "iteration"
 WORTH = 0.005  # of the step: what one microbatch more must win at least
 ONE_MORE = 0.03  # of a microbatch: what one more costs by itself (1.2 ms of 43, measured at 4k on one H200)
 FINE = 24  # bits of the unit that tokens and memory are both counted in
@@ -50,8 +52,10 @@ def place(problem: Problem, *, level: str = "both", objective: str = "iteration"
 def _place(p: Problem, level: str, objective: str, keep_order: bool) -> Placement:
     if keep_order:
         return ways.first(p, (ways.in_runs,)) if p.substep is None else ways.by_substep(p)
-    if level == "inter" or p.method == "none":
+    if p.method == "none" or (level == "inter" and objective == "iteration"):
         return ways.arrival_inside(p, ways.buckets(p, 0))
+    if level == "inter":
+        return ways.first(p, (ways.whole, ways.in_runs))
     if level == "intra":
         return ways.first(p, (ways.inside_round_robin,))
     if p.method != "greedy" and (own := _by_method(p, level, objective)) is not None:
@@ -107,8 +111,10 @@ def _check(p: Problem, level: str, objective: str, keep_order: bool) -> None:
         if found not in known:
             raise PlanError(f"unknown balance {what} {found!r}; known: {', '.join(known)}")
     method_named(p.method)
-    if level != "both" and (objective == "microbatch" or keep_order):
-        raise PlanError(f'level {level!r} goes with objective "iteration" and without keep_order', remedy='use level "both"')
+    if level != "both" and keep_order:
+        raise PlanError(f"level {level!r} goes without keep_order", remedy='use level "both"')
+    if level in ONCE and objective == "microbatch":
+        raise PlanError(f'level {level!r} goes with objective "iteration"', remedy='use level "both" or "inter"')
     if p.group_size is not None and (not isinstance(p.group_size, int) or p.group_size < 1 or p.n_buckets % p.group_size):
         raise PlanError(f"group_size: wanted a divisor of the {p.n_buckets} buckets, found {p.group_size!r}")
     for what, column in (("cost", p.costs), ("memory", p.memory)):

@@ -91,7 +91,9 @@ def constructors_of(place: ClientPlaceTree, axis: str) -> tuple[str, ...]:
     return tuple(f"constructor/{group[ranks[0]]}" for ranks in place.buckets(axis))
 
 
-def planned_graph(plan: LoadingPlan, batch: Batch, place: ClientPlaceTree, loader: np.ndarray, loaders: tuple[str, ...]) -> DGraph:
+def planned_graph(
+    plan: LoadingPlan, batch: Batch, place: ClientPlaceTree, loader: np.ndarray, loaders: tuple[str, ...], sync: str = "microbatch"
+) -> DGraph:  # fmt: skip
     """The graph of a planned step: its backbone's nodes with what they are bound to. For people; metadata is what the plan holds."""
     from overlord.planner.dgraph import DGraph
 
@@ -99,7 +101,7 @@ def planned_graph(plan: LoadingPlan, batch: Batch, place: ClientPlaceTree, loade
     buffer = Buffer(
         names=plan.names, source=plan.source, epoch=plan.epoch, file=plan.file, row=plan.row, part=plan.part,
         meta={"tokens": read_only(plan.tokens)}, batch=batch, step=plan.step, drawn=True, substep=plan.substep,
-        weights=dict(plan.extra.get("weights", {})),
+        weights=dict(plan.extra.get("weights", {})), sync=sync,
     )  # fmt: skip
     placement = Placement(bucket=a.bucket, microbatch=a.microbatch, n_microbatches=a.n_microbatches, way="as planned")
     binding = Binding(index=read_only(loader.astype(np.int32)), names=loaders)

@@ -18,7 +18,7 @@ from overlord.errors import JobError, PlanError
 from overlord.placetree import ClientPlaceTree, broadcast_dims
 from overlord.plan import Assignment, LoadingPlan, check_modules
 from overlord.planner import kernel
-from overlord.planner.balance import Placement, Problem, method_named, place
+from overlord.planner.balance import ONCE, Placement, Problem, method_named, place
 from overlord.planner.bindings import Binding, Bound, Edge, edges_of, read_only, unbound
 from overlord.planner.byhand import draw_by_hand
 from overlord.planner.choose import Prefer, choose, fitting, preferred
@@ -162,16 +162,17 @@ class DGraph:
         return replace(self, costs=costs, memory=held, unit=unit_of(named(fn)), trail=(*self.trail, what))
 
     def balance(
-        self, method: str = "greedy", level: str = "both", objective: str = "iteration", keep_order: bool = False,
+        self, method: str = "greedy", level: str = "both", objective: str | None = None, keep_order: bool = False,
         capacity: int | None = None, memory_capacity: float | None = None,
     ) -> DGraph:  # fmt: skip
         """Buckets and microbatches for all nodes.
 
         ``method``: ``greedy``, ``karmarkar_karp``, ``zigzag``, ``none``, or one of ``register_balance``. ``objective``: ranks meet once
-        an ``iteration`` or after every ``microbatch``. ``level``: ``both``; ``inter`` (buckets only), ``intra`` (inside buckets only),
-        ``interleaved`` (both objectives at once). ``capacity`` is that of one microbatch, by default the batch's context for samples
-        and none for items, which are then placed once for the whole step. ``memory_capacity`` bounds the sum of ``cost(memory=)`` of
-        a microbatch beside it. ``keep_order``: microbatch k of all buckets together is the stream's k-th run, or its k-th sub-draw.
+        an ``iteration`` or after every ``microbatch``; by default as ``Job.sync`` says. ``level``: ``both``; ``inter`` (buckets only),
+        ``intra`` (inside buckets only), ``interleaved`` (both objectives at once). ``capacity`` is that of one microbatch, by default the
+        batch's context for samples and none for items, which are then placed once for the whole step. ``memory_capacity`` bounds the sum
+        of ``cost(memory=)`` of a microbatch beside it. ``keep_order``: microbatch k of all buckets together is the stream's k-th run, or
+        its k-th sub-draw.
         """
         self._before("balance", "balance", self.placement)
         method_named(method)
@@ -187,6 +188,8 @@ class DGraph:
         self._check_memory(memory_capacity)
         assert graph.costs is not None
         substep = self.buffer.substep if keep_order else None
+        if objective is None:  # what is placed once for the whole step has no microbatches to wait at
+            objective = "iteration" if level in ONCE or not capacity else self.buffer.objective
         problem = Problem(
             costs=graph.costs, sizes=self.sizes(), n_buckets=self.tree.n_buckets(self.axis), capacity=capacity, group_size=self.group_size,
             microbatches=batch.microbatches if capacity else 1, method=method, memory=self.memory,

@@ -62,6 +62,7 @@ def gather(
         epoch=np.repeat(pieces.at[:, 0], pieces.sizes)[order].astype(np.int32), file=pieces.file[order].astype(np.int32),
         row=pieces.row[order].astype(np.int64), part=pieces.part[order].astype(np.int32), meta=meta, batch=spec.batch, step=state.step,
         drawn=True, substep=substep, weights=dict(zip(names, weights, strict=False)), absent=tuple(n for n in own if n not in had),
+        sync=spec.sync,
     )  # fmt: skip
     arrays = [array for c in meta.values() for array in ((c.values, c.offsets) if isinstance(c, Ragged) else (c,))]
     for array in (buffer.source, buffer.epoch, buffer.file, buffer.row, buffer.part, *arrays):

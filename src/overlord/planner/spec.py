@@ -57,6 +57,7 @@ class PlannerSpec:
     max_age: int = 8  # steps a sample may be passed over
     prefer: Callable[[int, Buffer], np.ndarray] | None = None  # the schedule's choice among candidates
     overflow: str = "grow"  # "defer": what does not fit a step's microbatches is left for a later one
+    sync: str = "microbatch"  # when ranks wait for each other
     images: bool = False  # some source has images: every plan must say who encodes them
 
     @property

@@ -22,6 +22,7 @@ from overlord.planner.choose import hold_long
 from overlord.planner.cost import CostFn, fingerprint_of, named, transformer, vit_1b
 from overlord.planner.dgraph import DGraph
 from overlord.planner.items import PER
+from overlord.planner.spread import cut_inside
 from overlord.sample import Buffer, Ragged
 
 Strategy = Callable[[Buffer, ClientPlaceTree], LoadingPlan]
@@ -31,22 +32,23 @@ IMAGES = "image_patches"  # the metadata that says how many patches each image o
 
 
 def vanilla(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
-    """No planning: sample i goes to rank i mod D, microbatches are cut where they are full."""
+    """No planning: sample i goes to rank i mod D, and each rank's samples in stream order into microbatches of equal counts."""
     return _plan(_samples(buffer, place).balance("none"))
 
 
 def packed(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
-    """Token packing: one global stream cut where a microbatch is full, microbatches dealt out to ranks in turn."""
+    """Token packing: one global stream cut into microbatches of about equal tokens, dealt out to ranks in turn."""
     graph, n, context = _samples(buffer, place), place.n_buckets("DP"), buffer.batch.context
     graph.check_sizes(context)
-    bins = kernel.next_fit(graph.sizes(), context)
-    m = max(buffer.batch.microbatches, int(bins.max(initial=0)) // n + 1)
-    found = Placement(bucket=(bins % n).astype(np.int32), microbatch=(bins // n).astype(np.int32), n_microbatches=m, way="next fit")
+    sizes = graph.sizes()
+    m = max(buffer.batch.microbatches, int(kernel.next_fit(sizes, context).max(initial=0)) // n + 1)
+    bins = cut_inside(np.zeros(len(sizes), np.int64), sizes, n_parents=1, n_bins=n * m, capacity=context, by_count=False)
+    found = Placement(bucket=bins % np.int32(n), microbatch=bins // np.int32(n), n_microbatches=m, way="even cuts")
     return _plan(graph.placed(found, "pack", context))
 
 
 def llm_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
-    """Equal cost over ranks, then over the microbatches of each."""
+    """Equal cost over ranks, at every microbatch or over the step, as ``Job.sync`` says."""
     return _plan(_samples(buffer, place).balance("greedy"))
 
 
@@ -57,7 +59,7 @@ def look_ahead_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
 
 
 def backbone_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
-    """Equal cost over ranks; inside a rank samples stay in stream order."""
+    """Equal cost over ranks, as ``Job.sync`` says; inside a rank samples stay in stream order."""
     return _plan(_samples(buffer, place).balance("greedy", level="inter"))
 
 
@@ -69,7 +71,7 @@ def encoder_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
 
 def vlm(
     encoder: CostFn | str = VIT_1B, backbone: CostFn | str = DENSE_12B, *, per: str = "iteration", joint: bool | None = None,
-    merge: int = 1, images: str = IMAGES, method: str = "greedy", objective: str = "iteration",
+    merge: int = 1, images: str = IMAGES, method: str = "greedy", objective: str | None = None,
 ) -> Strategy:  # fmt: skip
     """A strategy for models with an encoder: images are balanced over all ranks, samples over replicas.
 
@@ -77,7 +79,7 @@ def vlm(
     (``"iteration"``: best balance, outputs of the whole step in memory) or before every microbatch (``"microbatch"``).
     ``joint``: one cost for a sample and its images, which stay with the ranks of its replica, so that no output leaves it; ``None``
     does so where replicas are single ranks or CP groups. ``merge``: see ``DGraph.select``.
-    ``objective``: when replicas wait for each other, see ``DGraph.balance``.
+    ``objective``: when replicas wait for each other, by default as ``Job.sync`` says, see ``DGraph.balance``.
     """
     if per not in PER:
         raise JobError([f"strategy.vlm: unknown per={per!r}; known: {', '.join(PER)}"])

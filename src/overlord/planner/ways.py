@@ -14,6 +14,7 @@ import numpy as np
 from overlord.planner import kernel
 from overlord.planner.kernel import NOWHERE
 from overlord.planner.methods import bins_by, fits, loads_of, none
+from overlord.planner.spread import cut_inside, even_marks, none_empty, spread
 from overlord.planner.swaps import even_out
 
 LEVEL = 1.0005  # over the bound: good enough to stop searching
@@ -104,9 +105,15 @@ def two_level(p: Problem, m: int) -> Placement | None:
     return _then_inside(p, buckets(p, m), m, "two-level")
 
 
+def whole(p: Problem, m: int) -> Placement | None:
+    """One microbatch: ranks meet once a step, whatever the objective, and nothing is left to cut."""
+    return two_level(p, m) if m == 1 else None
+
+
 def _then_inside(p: Problem, bucket: np.ndarray, m: int, way: str) -> Placement | None:
     if not fits(bucket, p.sizes, p.n_buckets, m * p.capacity) or (microbatch := _inside(p, bucket, m)) is None:
         return None
+    microbatch = spread(bucket, microbatch, p.costs, p.n_buckets, m)
     return Placement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way=way)
 
 
@@ -171,20 +178,17 @@ def inside_round_robin(p: Problem, m: int) -> Placement | None:
 
 
 def arrival_inside(p: Problem, bucket: np.ndarray) -> Placement:
-    """Inside a bucket samples stay in stream order, cut where a microbatch is full."""
-    if not p.capacity:
-        microbatch = runs(p, p.microbatches)
-        return Placement(bucket=bucket, microbatch=microbatch, n_microbatches=p.microbatches, way="arrival order inside")
-    microbatch = kernel.next_fit_inside(bucket, p.sizes, p.n_buckets, p.capacity)
-    m = max(p.microbatches, int(microbatch.max(initial=0)) + 1)
+    """Keep stream order inside every bucket, cut evenly: by count where nothing is balanced, else by size."""
+    needed = int(kernel.next_fit_inside(bucket, p.sizes, p.n_buckets, p.capacity).max(initial=0)) + 1 if p.capacity else 1
+    m = max(p.microbatches, needed)
+    microbatch = cut_inside(bucket, p.sizes, n_parents=p.n_buckets, n_bins=m, capacity=p.capacity, by_count=p.method == "none")
     return Placement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way="arrival order inside")
 
 
 def runs(p: Problem, m: int) -> np.ndarray:
-    """The stream cut into m consecutive runs of about equal size."""
-    total = max(1, int(p.sizes.sum()))
-    middle = 2 * np.cumsum(p.sizes, dtype=np.int64) - p.sizes
-    return np.minimum(middle * m // (2 * total), m - 1).astype(np.int32)
+    """Cut the stream into m consecutive runs of about equal size, each with a sample for every bucket if there are as many."""
+    marks = even_marks(p.sizes, np.array([len(p.sizes)]), m, by_count=False, least=p.n_buckets)
+    return np.repeat(np.arange(m, dtype=np.int32), np.diff(marks[0]))
 
 
 def in_runs(p: Problem, m: int) -> Placement | None:
@@ -213,6 +217,7 @@ def _dealt(p: Problem, slot: np.ndarray, m: int, way: str) -> Placement | None:
         if (found := _packed(p, rows)) is None:
             return None
         bins[rows] = found + k * p.n_buckets
+    bins = none_empty(bins, p.costs, m, p.n_buckets)
     bucket_of, _ = _deal(loads_of(bins, p.costs, m * p.n_buckets).reshape(m, p.n_buckets))
     return Placement(bucket=bucket_of[bins], microbatch=slot, n_microbatches=m, way=way)
 
@@ -321,15 +326,16 @@ def _with_totals(p: Problem, m: int) -> Placement | None:
         return None
     loads = loads_of(bins, p.costs, n * m)
     bucket_of = even_out(np.tile(np.arange(n, dtype=np.int32), m), loads, n, LEVEL * p.bound(), moves=False)
-    return _numbered(bins, bucket_of, loads, m, "alternating")
+    return _numbered(p, bins, bucket_of, loads, m, "alternating", once=False)
 
 
-def _numbered(bins: np.ndarray, bucket_of: np.ndarray, loads: np.ndarray, m: int, way: str) -> Placement:
+def _numbered(p: Problem, bins: np.ndarray, bucket_of: np.ndarray, loads: np.ndarray, m: int, way: str, once: bool) -> Placement:
     """Indices for bins that have a bucket: heavy ones first in every bucket, so that the microbatches of an index are alike."""
     order = kernel.by_falling(loads)
     index_of = np.empty(len(loads), np.int32)
     index_of[order[kernel.by_key(bucket_of[order], len(loads) // m)]] = np.tile(np.arange(m, dtype=np.int32), len(loads) // m)
-    return Placement(bucket=bucket_of[bins], microbatch=index_of[bins], n_microbatches=m, way=way)
+    microbatch = spread(bucket_of[bins], index_of[bins], p.costs, p.n_buckets, m, None if once else p.bound())
+    return Placement(bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, way=way)
 
 
 def own_bins(p: Problem, m: int, once: bool = False) -> Placement | None:
@@ -344,7 +350,9 @@ def own_bins_swapped(p: Problem, m: int) -> Placement | None:
 
 
 def better_flat(p: Problem, m: int) -> Placement | None:
-    """All bins at once: the better of flat and levelled."""
+    """All bins at once: the better of flat and levelled. With one microbatch ranks meet once a step, whatever the objective."""
+    if m == 1:
+        return whole(p, m) or tight(p, m)
     found = [f for f in (flat(p, m), levelled(p, m)) if f is not None]
     found = found or [f for f in (two_level(p, m), _best_fit(p, m)) if f is not None]  # these pack tighter
     return min(found, key=lambda f: waited(p, f)) if found else None
@@ -381,5 +389,6 @@ def _arranged(p: Problem, bins: np.ndarray, m: int, way: str, once: bool = False
     index_of[order] = np.repeat(np.arange(m, dtype=np.int32), n)
     if once:
         bucket_of = even_out(bucket_of, loads, n, LEVEL * p.bound(), moves=False)
-        return _numbered(bins, bucket_of, loads, m, way)
-    return Placement(bucket=bucket_of[bins], microbatch=index_of[bins], n_microbatches=m, way=way)
+        return _numbered(p, bins, bucket_of, loads, m, way, once)
+    microbatch = spread(bucket_of[bins], index_of[bins], p.costs, n, m, p.bound())
+    return Placement(bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, way=way)

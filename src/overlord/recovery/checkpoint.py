@@ -95,8 +95,8 @@ def back(step: int, generation: int, reason: str) -> Entry:
 
 
 def job(step: int, names: Sequence[str], fingerprint: Mapping[str, str], place: str) -> Entry:
-    """Whose stream it is: beside the first snapshot of a segment, and when a source joins. ``place``: under another mesh the same samples
-    have other slots, and plans other digests."""
+    """Whose stream it is: beside the first snapshot of a segment, and when a source joins. ``place``: under another mesh or
+    ``sync`` the same samples have other slots, and plans other digests."""
     return Entry(JOB, step, {"names": list(names), "fingerprint": fingerprint_out(fingerprint, names), "place": place})
 
 

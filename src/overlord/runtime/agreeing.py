@@ -16,7 +16,7 @@ from overlord.transforms.text import Tokenize
 
 PLAIN = (
     "seed", "until", "draw", "mix_every", "look_ahead", "max_age", "overflow", "shuffle_chunks", "slice_rows", "chunk_bytes",
-    "feedback_lag", "on_long",
+    "feedback_lag", "on_long", "sync",
 )  # fmt: skip
 SHOWN = 120  # longer texts are compared, and shown, as digests
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in some process

@@ -125,6 +125,7 @@ class Blueprint:
             draw=job.draw, mix_every=job.mix_every, feedback_lag=job.feedback_lag, takes_feedback=learns(job.mixture),
             look_ahead=job.look_ahead, max_age=job.max_age, prefer=getattr(schedule, "prefer", None), overflow=job.overflow,
             prefetch=options.prefetch, read_ahead=options.read_ahead or READ_AHEAD, images=self.images is not None,
+            sync=job.sync,
         )  # fmt: skip
         return Planner(spec, state or initial_state(spec), floor=self.floor)
 
@@ -368,7 +369,8 @@ def exported(state: StreamState, job: str, names: Sequence[str], fingerprint: Ma
 
 
 def fingerprint(job: Job, indexes: list[Index], pipelines: list[Pipeline], added: tuple[str, ...] = ()) -> dict[str, str]:
-    """What shapes the stream, part by part, so that a mismatch can be named. ``place`` is left out: state fits any mesh.
+    """What shapes the stream, part by part, so that a mismatch can be named. ``place`` and ``sync`` are left out: a state fits any
+    mesh and any trainer, which changes the slots of a step and not its samples.
 
     The weight of a source that was ``added`` counts beside any mixture, so it is a part of its own.
     """

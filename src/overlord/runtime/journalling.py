@@ -28,6 +28,7 @@ from overlord.recovery.replay import Recovered
 from overlord.runtime.written import Unwritten
 
 if TYPE_CHECKING:
+    from overlord.job import Job
     from overlord.runtime.bootstrap import Blueprint
 
 SEGMENT_BYTES = 2**22  # a snapshot begins a new segment behind so many bytes: what pruning frees at a time
@@ -280,4 +281,9 @@ def entries(records: Sequence[Record]) -> list[Entry]:
 
 
 def _whose(blueprint: Blueprint, step: int) -> Entry:
-    return checkpoint.job(step, blueprint.job.names, blueprint.fingerprint, repr(blueprint.job.place))
+    return checkpoint.job(step, blueprint.job.names, blueprint.fingerprint, slots_of(blueprint.job))
+
+
+def slots_of(job: Job) -> str:
+    """Return what decides the slots of a step and not its samples: plans of the same samples differ with it."""
+    return f"{job.place!r}, sync={job.sync!r}"

@@ -66,7 +66,7 @@ class Questions:
         known = self._pump.ask(self._known, "the planner")
         stage = stage_of(step, known.stages, known.state.step)
         assert stage.loader is not None
-        return planned_graph(stage.plan, self.job.batch, self.job.place, stage.loader, known.loaders)
+        return planned_graph(stage.plan, self.job.batch, self.job.place, stage.loader, known.loaders, self.job.sync)
 
     def explain(self, what: int | str | SampleId) -> Explanation:
         """A step by its number: which rows, which weights, how it was placed. A sample by its id: where it went, and why."""

@@ -12,7 +12,7 @@ from overlord.job import Job
 from overlord.messages import StreamState
 from overlord.recovery.replay import Recovered
 from overlord.runtime.bootstrap import Blueprint, batch_in_words, exported
-from overlord.runtime.journalling import Journal
+from overlord.runtime.journalling import Journal, slots_of
 from overlord.runtime.left import left_behind
 from overlord.runtime.options import Options
 from overlord.runtime.partitioning import profiled
@@ -70,7 +70,7 @@ def _by_journal(blueprint: Blueprint, journal: Journal, found: Recovered, allow:
     if blueprint.fingerprint != found.fingerprint:  # as ``allow`` says: what was planned does not come again
         why = f"{found.why}; but the job is another (allow), and so are the steps from here on"
         return blueprint, state, Beginning(journal, Resumed(state.step, why), anew=True)
-    elsewhere = repr(blueprint.job.place) != found.place  # the same samples in every step, in other slots
+    elsewhere = slots_of(blueprint.job) != found.place  # the same samples in every step, in other slots
     return blueprint, state, Beginning(journal, Resumed(state.step, found.why), found.next_step, anew=elsewhere)
 
 
