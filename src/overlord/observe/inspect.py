@@ -17,6 +17,7 @@ from overlord.sources.base import RawSlice, ReadOptions
 from overlord.sources.handles import ChunkReader, HandleCache
 from overlord.sources.index import Index, build_index, default_cache_dir
 from overlord.transforms.base import RowIds
+from overlord.transforms.long import lost_tokens
 from overlord.transforms.pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -40,8 +41,10 @@ class SourceReport:
     schema: dict[str, str] = field(default_factory=dict)
     sampled_files: int = 0
     sampled_rows: int = 0
-    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the sampled samples, before on_long cuts any
-    longer: int = 0  # samples that on_long deals with
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the sampled documents, before on_long cuts any
+    longer: int = 0  # documents that on_long deals with
+    all_tokens: int = 0  # of all sampled documents
+    lost: int = 0  # of these, how many on_long cuts or drops
     dropped: int = 0  # by a Filter
     bad: dict[str, int] = field(default_factory=dict)  # reason -> rows
     failures: list[str] = field(default_factory=list)
@@ -87,7 +90,7 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
         if index.schema is None and options.columns is not None:
             out.schema = _all_columns(index, options, cache) or out.schema
         if not len(out.tokens) and not out.failures:
-            out.failures.append(f"source {source.name!r}: no sampled row became a sample{_lacking(pipeline, out)}")
+            out.failures.append(f"source {source.name!r}: no sampled row became a sample{_lacking(pipeline, out) or _all_long(out, job)}")
     except OverlordError as fault:
         out.failures.append(str(fault))
     except Exception as fault:  # a surprise of one source must not hide the others; it is told by name
@@ -106,8 +109,10 @@ def _judge(out: SourceReport, job: Job) -> None:
     """Lengths are taken uncut, so that a person sees how much the context costs; here on_long has its say."""
     context = job.batch.context
     out.longer = int((out.tokens > context).sum())
+    out.all_tokens, out.lost = int(out.tokens.sum()), int(lost_tokens(out.tokens, context, job.on_long).sum())
     if out.longer and job.on_long == "quarantine":
         out.bad[f"more tokens than the context of {context}"] = out.longer
+    if job.on_long in ("quarantine", "drop"):
         out.tokens = out.tokens[out.tokens <= context]
 
 
@@ -123,6 +128,14 @@ def _all_columns(index: Index, options: ReadOptions, cache: HandleCache) -> dict
 def _lacking(pipeline: Pipeline, out: SourceReport) -> str:
     missing = [repr(name) for name in pipeline.columns or () if name not in out.schema]
     return f"; wanted the column {', '.join(missing)}, found {', '.join(out.schema) or 'none'}" if missing and out.schema else ""
+
+
+def _all_long(out: SourceReport, job: Job) -> str:
+    return (
+        f"; all {out.longer:,} documents are longer than the context of {job.batch.context:,} (on_long: {job.on_long})"
+        if out.longer
+        else ""
+    )
 
 
 def _sampled_files(index: Index, full: bool) -> list[int]:

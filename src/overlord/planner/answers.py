@@ -134,9 +134,10 @@ class Answers:
         return self._mixture.in_time(report)
 
     @property
-    def dropped(self) -> list[int]:
-        """Rows that filters dropped, in windows behind the samples drawn so far."""
-        return self.ledger.see_dropped([s.dropped for s in self._streams]).tolist()
+    def totals(self) -> Ledger:
+        """The ledger, up to date with what the streams have passed: also behind the last step, where a source has ended."""
+        self.ledger.see_passed([s.passed for s in self._streams])
+        return self.ledger
 
     def waits_for(self) -> list[str]:
         """Sources that the next step is waiting for."""
