@@ -549,8 +549,9 @@ def wrong(columns: dict[str, Any]) -> dict[str, Any]:
     return {"text": []}
 
 
-def test_a_worker_gives_what_the_pipeline_gives(tokenizer: str):
-    p = pipeline(Map(upper, holds_lock=True), Meta("n", keep_long), Tokenize(tokenizer), context=2, on_long="split")
+@pytest.mark.parametrize("on_long", ["split", "truncate", "drop"])
+def test_a_worker_gives_what_the_pipeline_gives(tokenizer: str, on_long: str):
+    p = pipeline(Map(upper, holds_lock=True), Meta("n", keep_long), Tokenize(tokenizer), context=2, on_long=on_long)
     assert p.holds_lock
     table = pa.table({"text": ["w0 w1 w2", None, "", "x y"]})
     with TransformWorker(p) as worker:
@@ -565,6 +566,7 @@ def test_a_worker_gives_what_the_pipeline_gives(tokenizer: str):
                 two.index.tolist(),
                 two.bad,
             )
+            assert (one.long.tolist(), one.lost.tolist()) == (two.long.tolist(), two.lost.tolist())
             assert one.tokens.values.dtype == two.tokens.values.dtype
             assert {k: (v.dtype, v.tolist()) for k, v in one.meta.items()} == {k: (v.dtype, v.tolist()) for k, v in two.meta.items()}
 

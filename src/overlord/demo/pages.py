@@ -90,8 +90,8 @@ def _load_picture(f: Figures) -> Picture:
     return Picture(
         title="The same batch, unplanned and planned",
         shows=f"Cost of every rank in step {k}, in units of the mean rank; the pieces of a bar are its microbatches. Step {k} is the one "
-        "of median imbalance without planning. No placement can bring the slowest rank below the dashed line: the mean, or the dearest "
-        "single sample.",
+        "of median imbalance without planning. No placement can bring the slowest rank below the dashed line: the mean, the dearest "
+        "single sample, or the dearest few that must share a rank.",
         svg=bars(
             panels, about="cost per rank before and after planning", bar_name="rank", y_label="cost / mean", mean=mean, bound=bound,
             bound_label=f"bound {bound:.3f}",
