@@ -16,7 +16,7 @@ from overlord.transforms.base import Block
 def long_of(
     key: np.ndarray, file: np.ndarray, row: np.ndarray, at: np.ndarray, lost: np.ndarray, after: Cursor | None
 ) -> Long | None:  # fmt: skip
-    """Documents ``at`` that lost tokens. That of the cursor was counted when its sample was drawn."""
+    """Return the documents ``at``, which lost tokens, without the cursor's document: its loss was counted with its sample."""
     found = Long(key[at], file[at], row[at], lost)
     if after is None:
         return found

@@ -83,8 +83,10 @@ def _by_source(
 
 
 def losses(filtered: int, long: int, lost: int, on_long: str) -> dict[str, int]:
-    """What a source lost so far. ``dropped``: rows that gave no sample, by a filter or ``on_long="drop"``; ``cut``: documents that
-    ``on_long="truncate"`` cut; and the tokens of both."""
+    """Return the losses of a source so far, as documents and as tokens.
+
+    ``dropped``: rows without a sample, by a filter or ``on_long="drop"``; ``cut``: documents that ``on_long="truncate"`` cut.
+    """
     cut = on_long == "truncate"
     return {
         "dropped": filtered + (0 if cut else long), "cut": long if cut else 0,

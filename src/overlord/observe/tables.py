@@ -95,7 +95,7 @@ def run_view(job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Seq
 
 
 def tokens_lost(tokens: int, lost: int) -> str:
-    """Lost tokens beside the delivered ones, with their share of both."""
+    """Return the number of lost tokens, and their share of the delivered and lost ones."""
     return f"{lost:,} ({share(tokens, lost):.1%})" if lost else "0"
 
 

@@ -135,7 +135,7 @@ class Answers:
 
     @property
     def totals(self) -> Ledger:
-        """The ledger, up to date with what the streams have passed: also behind the last step, where a source has ended."""
+        """Return the ledger with all that the streams have passed, also at the end of a source after its last step."""
         self.ledger.see_passed([s.passed for s in self._streams])
         return self.ledger
 

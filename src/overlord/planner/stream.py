@@ -39,7 +39,7 @@ class _Segment:
 
     @property
     def trails(self) -> bool:
-        """Whether rows that are no samples may stand behind its last sample."""
+        """Return whether rows without a sample may follow its last sample."""
         return len(self.bad_at) > 0 or (len(self.long_at) > 0 and int(self.long_at[-1]) >= self.size)
 
 

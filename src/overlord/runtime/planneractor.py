@@ -44,7 +44,7 @@ for _cls in (Mixed, NewSource, Quarantined, SourceSpec):
 @register
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Counted:
-    """What a planner has counted, of one moment: as ``Planner`` and its ``totals`` say it."""
+    """Counts of a planner at one moment, with the names of ``Planner`` and its ``totals``."""
 
     next_step: int
     samples: np.ndarray

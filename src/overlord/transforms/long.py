@@ -25,7 +25,7 @@ def too_long(lengths: np.ndarray, context: int) -> dict[int, str]:
 
 
 def lost_tokens(lengths: np.ndarray, context: int, on_long: str) -> np.ndarray:
-    """Return how many tokens each row loses: those behind the context ("truncate"), or all of a longer row ("drop")."""
+    """Return how many tokens each row loses: those beyond the context ("truncate"), or all of a longer row ("drop")."""
     if on_long == "truncate":
         return np.maximum(lengths - context, 0)
     return np.where(lengths > context, lengths, 0) if on_long == "drop" else np.zeros_like(lengths)
