@@ -42,6 +42,7 @@ class SourceReport:
     sampled_files: int = 0
     sampled_rows: int = 0
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the sampled documents, before on_long cuts any
+    image_ends: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # where the last image of each ends; 0: it has none
     longer: int = 0  # documents that on_long deals with
     all_tokens: int = 0  # of all sampled documents
     lost: int = 0  # of these, how many on_long cuts or drops
@@ -114,6 +115,9 @@ def _judge(out: SourceReport, job: Job) -> None:
         out.bad[f"more tokens than the context of {context}"] = out.longer
     if job.on_long in ("quarantine", "drop"):
         out.tokens = out.tokens[out.tokens <= context]
+    elif job.on_long == "split" and (late := out.image_ends > context).any():
+        out.bad[f"an image ends behind the first piece of {context}"] = int(late.sum())
+        out.tokens = out.tokens[~late]
 
 
 def _all_columns(index: Index, options: ReadOptions, cache: HandleCache) -> dict[str, str]:
@@ -177,5 +181,15 @@ def _sample_slice(out: SourceReport, raw: RawSlice, pipeline: Pipeline, file: in
     block: Any = pipeline.row_stage(staged.table)
     out.dropped += staged.dropped
     out.tokens = np.concatenate([out.tokens, block.meta["tokens"]])
+    out.image_ends = np.concatenate([out.image_ends, _image_ends(block, pipeline)])
     for _, reason in (*raw.bad, *staged.bad, *block.bad):
         reasons[reason] = reasons.get(reason, 0) + 1
+
+
+def _image_ends(block: Any, pipeline: Pipeline) -> np.ndarray:
+    """Return the number of tokens up to the end of the last image of every sample, 0 for one without images."""
+    ends = np.zeros(len(block), np.int64)
+    if any(t.kind == "images" for t in pipeline.transforms):
+        offset, out = block.meta["image_offset"], block.meta["image_tokens"]
+        np.maximum.at(ends, np.repeat(np.arange(len(block)), offset.lengths), offset.values + out.values)
+    return ends
