@@ -35,6 +35,7 @@ def make_job(corpus: Corpus, work: Work) -> ov.Job:
         batch=ov.Batch(samples=samples_per_step(work), microbatches=work.microbatches, context=work.context),
         strategy="llm_balance",
         seed=work.seed,
+        on_long="truncate",  # as the peers do
     )
 
 

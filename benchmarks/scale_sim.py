@@ -57,7 +57,8 @@ class Grid:
 
 def make_job(corpus: Corpus) -> ov.Job:
     sources = [ov.Source(s.name, s.glob, transforms=[ov.Tokens("tokens")], weight=s.weight) for s in corpus.sources]
-    return ov.Job(name="scale", sources=sources, place=ov.ClientPlaceTree(), batch=ov.Batch(samples=64, context=32_768), seed=1)
+    batch = ov.Batch(samples=64, context=32_768)
+    return ov.Job(name="scale", sources=sources, place=ov.ClientPlaceTree(), batch=batch, seed=1, on_long="truncate")
 
 
 def grid_of(name: str, fleet: Fleet, constants: Constants) -> Grid:

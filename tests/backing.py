@@ -89,7 +89,7 @@ class Step:
     """What a step drew, and how things stood behind it."""
 
     cursor: Cursor
-    dropped: int
+    passed: np.ndarray  # rows dropped, documents that lost tokens, these tokens
     ids: list[tuple[int, ...]] = field(default_factory=list)
     bad: list[Any] = field(default_factory=list)
     pops: dict[int, int] = field(default_factory=dict)
@@ -106,8 +106,8 @@ class Drawing:
         self.hosts = [HostByHand(self.blueprint, keeps=keeps) for _ in range(hosts)]
         self.first = source * loaders
         self.home = {self.first + k: k % hosts for k in range(loaders)}
-        self.generation, self.acked, self.dropped = 0, -1, 0
-        self.steps = [Step(cursor or Cursor(), 0)]  # steps[0] is step -1
+        self.generation, self.acked, self.passed = 0, -1, np.zeros(3, np.int64)
+        self.steps = [Step(cursor or Cursor(), self.passed)]  # steps[0] is step -1
         self.late: deque[tuple[int, dict[int, int]]] = deque()  # parts that did not arrive yet
         self.payload: dict[tuple[int, ...], list[bytes]] = {}
         self._words: list[tuple[Back, list[Opening]]] = []  # the last Back, for each host
@@ -163,16 +163,16 @@ class Drawing:
         n = min(n, self.stream.ready)
         if not n:
             return
-        before = self.stream.dropped
+        before = np.array(self.stream.passed)
         pieces, bad = self.stream.take(n)
-        self.dropped += self.stream.dropped - before
+        self.passed = self.passed + self.stream.passed - before
         ids, by = ids_of(pieces), holders(pieces)
         of_loader = {k: [i for i, held in zip(ids, by, strict=True) if held == k - self.first] for k in self.home}
         pops = {k: len(v) for k, v in of_loader.items() if v}
         last, at = pieces[-1], pieces[-1].stop - 1
         place = (int(last.found.file[at]), int(last.found.row[at]), int(last.found.part[at]))
         cursor = Cursor(last.at.epoch, last.at.group, last.at.window, *place)
-        self.steps.append(Step(cursor, self.dropped, ids, bad, pops, of_loader))
+        self.steps.append(Step(cursor, self.passed, ids, bad, pops, of_loader))
         self.late.append((self.last, pops))
 
     @property
@@ -203,7 +203,7 @@ class Drawing:
         self.generation += STRIDE
         del self.steps[step + 2 :]
         self.late.clear()  # a part of before leads to nothing
-        self.dropped = self.steps[-1].dropped
+        self.passed = self.steps[-1].passed
         cursor = self.steps[-1].cursor
         self._begin(cursor)
         self._words = [
@@ -247,10 +247,10 @@ class Drawing:
         """All that was drawn and listed, and how it ended."""
         ids = [i for s in self.steps for i in s.ids]
         bad = [b for s in self.steps for b in s.bad]
-        before = self.stream.dropped
+        before = np.array(self.stream.passed)
         bad += self.stream.rest()
         error = self.stream.error
-        return ids, bad, self.dropped + self.stream.dropped - before, f"{type(error).__name__}: {error}"
+        return ids, bad, (self.passed + self.stream.passed - before).tolist(), f"{type(error).__name__}: {error}"
 
 
 def ids_of(pieces: list[Piece]) -> list[tuple[int, ...]]:

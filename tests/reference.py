@@ -27,12 +27,13 @@ Reports = dict[int, dict[int, dict[str, float]]]  # step, rank, metric
 
 def reference_stream(
     job: Job, quarantine: list[tuple[str, int, int, int]] | None = None, score: Callable[[int, Sample], float] | None = None,
-    reports: Reports | None = None, joins: dict[str, int] | None = None,
+    reports: Reports | None = None, joins: dict[str, int] | None = None, long: dict[str, list[int]] | None = None,
 ) -> Iterator[list[Sample]]:  # fmt: skip
     """The samples of each step in the order of the draw. `quarantine` gets (source, epoch, file, row), as far as the draw had to look.
     `score` is what the strategy prefers among look-ahead candidates, `reports` what was reported of each step by each rank, and
-    `joins` says of sources that were added in mid-run at which step."""
-    mixer = Mixer(job, [] if quarantine is None else quarantine, reports or {}, joins or {})
+    `joins` says of sources that were added in mid-run at which step. `long` gets, by source, the tokens that each document lost to
+    `on_long`: a document that is cut loses them with its sample, one that is dropped when the draw passes it."""
+    mixer = Mixer(job, [] if quarantine is None else quarantine, reports or {}, joins or {}, {} if long is None else long)
     total, parts = job.batch.samples or job.batch.tokens or 0, job.batch.microbatches if job.mix_every == "microbatch" else 1
     for step in count():
         drawn: list[Sample] = []
@@ -69,13 +70,17 @@ def keyed_hash(key: int, *columns: int) -> int:
 # One source
 
 
-def samples(job: Job, source: Source, quarantine: list[tuple[str, int, int, int]]) -> Iterator[Sample]:
+def samples(job: Job, source: Source, quarantine: list[tuple[str, int, int, int]], long: dict[str, list[int]]) -> Iterator[Sample]:
     chunks, bad = read_chunks(job, source), 0
     for epoch in count() if source.epochs is None else range(source.epochs):
         empty = True
         for file, row, outcome in rows_in_order(job, source, chunks, epoch):
             if outcome == DROPPED:
                 continue
+            if outcome != FAILED and (lost := lost_tokens(len(outcome), job)):
+                long.setdefault(source.name, []).append(lost)
+                if job.on_long == "drop":
+                    continue
             pieces = [] if outcome == FAILED else cut(outcome, job)
             if not pieces:
                 quarantine.append((source.name, epoch, file, row))
@@ -114,15 +119,24 @@ def cut(tokens: list[int], job: Job) -> list[list[int]]:
     return [tokens[at : at + context] for at in range(0, len(tokens), context)] if job.on_long == "split" else []
 
 
+def lost_tokens(length: int, job: Job) -> int:
+    context = job.batch.context
+    if length <= context or job.on_long not in ("truncate", "drop"):
+        return 0
+    return length if job.on_long == "drop" else length - context
+
+
 # The draw
 
 
 class Mixer:
-    def __init__(self, job: Job, quarantine: list[tuple[str, int, int, int]], reports: Reports, joins: dict[str, int]):
+    def __init__(
+        self, job: Job, quarantine: list[tuple[str, int, int, int]], reports: Reports, joins: dict[str, int], long: dict[str, list[int]]
+    ):  # fmt: skip
         self.job = job
         self.mixture, self.reports, self.joins = copy.deepcopy(job.mixture), reports, joins
         self.asked: tuple[int, Any] = (-1, None)  # the last step, and what the mixture said
-        self.streams = [samples(job, source, quarantine) for source in job.sources]
+        self.streams = [samples(job, source, quarantine, long) for source in job.sources]
         self.active = [True] * len(self.streams)
         self.owed = [0] * len(self.streams)
         self.picks = 0  # random picks made in this step

@@ -12,6 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 import overlord as ov
+from overlord.job import ON_LONG
 from tests.corpus import FORMATS, write_rows
 
 
@@ -128,7 +129,7 @@ def worlds(
         until = 7
     fields = (
         ("until", until), ("shuffle_chunks", draw(st.integers(1, 4))), ("slice_rows", draw(st.integers(1, 9))),
-        ("chunk_bytes", draw(st.sampled_from((64, 300, 5000)))), ("on_long", draw(st.sampled_from(("truncate", "split", "quarantine")))),
+        ("chunk_bytes", draw(st.sampled_from((64, 300, 5000)))), ("on_long", draw(st.sampled_from(ON_LONG))),
         ("mix_every", draw(st.sampled_from(("step", "microbatch")))),
     )  # fmt: skip
     in_samples = batches == "samples" or (batches == "both" and draw(st.booleans()))

@@ -18,7 +18,8 @@ def make_job(case: Case) -> ov.Job:
     strategy, sources = ("vlm_hybrid", picture_sources(case)) if case.pictures else ("llm_balance", text_sources(case))
     place = ov.ClientPlaceTree(**{case.axis: case.ranks})
     batch = ov.Batch(samples=case.samples or filling(case), microbatches=case.microbatches, context=case.context)
-    return ov.Job(name=f"delivery-{case.job}", sources=sources, place=place, batch=batch, strategy=strategy, seed=case.seed)
+    more = {"strategy": strategy, "seed": case.seed, "on_long": "truncate"}  # the bare loop cuts at the context too
+    return ov.Job(name=f"delivery-{case.job}", sources=sources, place=place, batch=batch, **more)
 
 
 def filling(case: Case) -> int:

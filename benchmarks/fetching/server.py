@@ -17,7 +17,8 @@ def make_job(case: Case) -> Any:
         ov.Source(path.stem, str(path), transforms=[ov.Tokens("tokens")], shuffle=False) for path in sorted(Path(case.folder).iterdir())
     ]
     batch = ov.Batch(tokens=case.dp * case.microbatches * case.context * 9 // 10, context=case.context, microbatches=case.microbatches)
-    return ov.Job(name="fetching", sources=sources, batch=batch, place=ov.ClientPlaceTree(dp=case.dp, tp=case.tp), seed=1)
+    place = ov.ClientPlaceTree(dp=case.dp, tp=case.tp)
+    return ov.Job(name="fetching", sources=sources, batch=batch, place=place, seed=1, on_long="truncate")
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ LAYOUTS = ("packed", "padded")
 LABELS = ("shifted", "unshifted")
 CP_SPLITS = ("zigzag", "zigzag_whole", "contiguous", "none")
 NOT_THE_STREAM = ("cp_split", "sequence_parallel")  # of a Batch: how a step is cut for the mesh, not which samples form it
-ON_LONG = ("truncate", "split", "quarantine")
+ON_LONG = ("split", "truncate", "quarantine", "drop")
 DRAWS = ("exact", "random")
 MIX_EVERY = ("step", "microbatch", "epoch")
 OVERFLOWS = ("grow", "defer")
@@ -204,7 +204,7 @@ class Job:
     slice_rows: int = 256
     chunk_bytes: int = 2**23
     feedback_lag: int = 8
-    on_long: str = "truncate"
+    on_long: str = "split"  # of a document longer than the context
     hooks: Sequence[Hook] = ()  # ov.loader_do_plan(fn), ov.constructor_do_plan(fn), carried out in this order
 
     def __post_init__(self) -> None:

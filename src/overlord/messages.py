@@ -224,6 +224,23 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Long:
+    """Documents that lost tokens to ``Job.on_long``, in stream order: cut ("truncate"), or no sample at all ("drop")."""
+
+    key: np.ndarray  # uint64: the order in the window
+    file: np.ndarray
+    row: np.ndarray
+    lost: np.ndarray  # int64: tokens
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+    def take(self, rows: np.ndarray) -> Long | None:
+        """Return these documents; None if there are none."""
+        return Long(self.key[rows], self.file[rows], self.row[rows], self.lost[rows]) if len(rows) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Found:
     """Samples in stream order, as columns, and what became of the other rows."""
 
@@ -237,6 +254,7 @@ class Found:
     bad_row: np.ndarray
     bad_reason: tuple[str, ...]
     dropped: int = 0
+    long: Long | None = None  # None: no document lost tokens
 
     def __len__(self) -> int:
         return len(self.key)
@@ -452,7 +470,7 @@ class StreamState:
     mix_step: int = 0  # the step whose weights are in force (mix_every="epoch" keeps them)
     mix_epoch: int = 0
     ahead: tuple[np.ndarray, ...] = ()  # look-ahead: per source the ages of samples behind the cursor; -1: drawn already
-    counts: Mapping[str, np.ndarray] = field(default_factory=dict)  # per source: samples, tokens, quarantined, dropped
+    counts: Mapping[str, np.ndarray] = field(default_factory=dict)  # per source: see ``planner.spec.COUNTS``
     weights: tuple[float, ...] = ()  # in force, where they outlive their step (mix_every="epoch")
     schedule: Mapping[str, Any] | None = None  # what a stateful schedule has learned, plain JSON
     reports: tuple[Report, ...] = ()  # of steps whose using plan is still to come, by step and rank

@@ -236,6 +236,13 @@ def heard(news: Announce) -> tuple[list[Where], list[Where]]:
     return [(*at, *g) for g in good], [(*at, *b, -1) for b in bad]
 
 
+def lost(news: Announce) -> list[tuple[int, ...]]:
+    """Documents of an announcement that lost tokens, and how many."""
+    at, long = (news.epoch, news.group, news.window), None if news.found is None else news.found.long
+    columns = () if long is None else (long.key, long.file, long.row, long.lost)
+    return [(*at, *row) for row in zip(*(c.tolist() for c in columns), strict=True)]
+
+
 def walk(loader: Loader, reader: SourceReader, rng: random.Random) -> list[Announce]:
     """All a loader announces, asked for in random amounts and popped in random amounts."""
     news: list[Announce] = []
@@ -277,7 +284,8 @@ def test_loaders_restored_at_any_cursor_announce_what_stands_behind_it(world: Wo
     rng = random.Random(seed)
     with folder() as directory:
         blueprint = Blueprint(world.job(directory), Options())
-        alone = [heard(n) for n in loaders_at(blueprint, Cursor(), 1, rng)[0]]
+        told = loaders_at(blueprint, Cursor(), 1, rng)[0]
+        alone, long = [heard(n) for n in told], [row for n in told for row in lost(n)]
         samples, bad = [s for a, _ in alone for s in a], [b for _, a in alone for b in a]
         assert samples == sorted(set(samples)), "in the order of the stream, each once"
         for last in [None, *(samples if len(samples) < 10 else rng.sample(samples, 10))]:
@@ -288,6 +296,9 @@ def test_loaders_restored_at_any_cursor_announce_what_stands_behind_it(world: Wo
             assert sorted(s for p in parts for s in p) == [s for s in samples if last is None or s > last]
             behind = sorted(b for news in words for n in news for b in heard(n)[1])
             assert behind == sorted(b for b in bad if last is None or b[:6] > last[:6])
+            assert sorted(row for news in words for n in news for row in lost(n)) == sorted(
+                row for row in long if last is None or row[:6] > last[:6]
+            ), "a document counts as lost once, that of the cursor before it"
             for news in words:
                 closed = [(n.epoch, n.group, n.window) for n in news if n.closes]
                 assert closed == sorted(set(closed)), "a window is closed once"
@@ -549,9 +560,9 @@ def test_whatever_is_owed_the_counts_are_those_of_the_reference(sources: list[tu
 
 def test_a_row_waits_for_rows_of_the_same_key_that_may_stand_before_it() -> None:
     stream = SourceStream("s", loaders=2, n_groups=1, epochs=1, max_bad=9, cursor=Cursor())
-    stream.add(Announce(1, 0, 0, 0, make_found([(5, 1, True)])), 1)  # and says there is more
-    stream.add(Announce(0, 0, 0, 0, make_found([(5, 4, True), (5, 6, False)]), True, True), 0)
-    stream.add(Announce(1, 0, 0, 0, make_found([(5, 3, True), (5, 5, False)]), True, True), 1)
+    stream.add(Announce(1, 0, 0, 0, make_found([(5, 1, True, 0)])), 1)  # and says there is more
+    stream.add(Announce(0, 0, 0, 0, make_found([(5, 4, True, 0), (5, 6, False, 0)]), True, True), 0)
+    stream.add(Announce(1, 0, 0, 0, make_found([(5, 3, True, 0), (5, 5, False, 0)]), True, True), 1)
     pieces, bad = stream.take(3)
     assert [int(r) for p in pieces for r in p.found.row[p.start : p.stop]] == [1, 3, 4]
     assert [row for _, _, row, _ in bad + stream.rest()] == [5, 6]

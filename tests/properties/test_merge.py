@@ -11,19 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import SourceError
-from overlord.messages import Announce, Cursor, Found
+from overlord.messages import Announce, Cursor, Found, Long
 from overlord.planner.stream import SourceStream
 
-Row = tuple[int, int, bool]  # (key, row, good)
+Row = tuple[int, int, bool, int]  # (key, row, good, tokens lost); neither good nor without loss: dropped by on_long
 
 
 def make_found(rows: list[Row]) -> Found:
-    good, bad = [r for r in rows if r[2]], [r for r in rows if not r[2]]
+    good, bad, long = [r for r in rows if r[2]], [r for r in rows if not r[2] and not r[3]], [r for r in rows if r[3]]
     n = len(good)
+    key, row, lost = (np.array([r[k] for r in long], np.int64) for k in (0, 1, 3))
     return Found(
         np.array([r[0] for r in good], np.uint64), np.zeros(n, np.int64), np.array([r[1] for r in good], np.int64), np.zeros(n, np.int32),
         {"tokens": np.ones(n, np.int64)}, np.array([r[0] for r in bad], np.uint64), np.zeros(len(bad), np.int64),
-        np.array([r[1] for r in bad], np.int64), tuple(f"bad {r[1]}" for r in bad),
+        np.array([r[1] for r in bad], np.int64), tuple(f"bad {r[1]}" for r in bad), 0,
+        Long(key.astype(np.uint64), np.zeros(len(long), np.int64), row, lost) if long else None,
     )  # fmt: skip
 
 
@@ -45,7 +47,8 @@ def groups(draw: st.DrawFn) -> tuple[list[list[Row]], int, int]:
     windows, row = [], 0
     for _ in range(n_windows):
         keys = draw(st.lists(st.integers(0, 50), max_size=12))
-        rows = [(key, row + i, draw(st.integers(0, 9)) > 0) for i, key in enumerate(keys)]
+        lost = st.sampled_from((0, 0, 0, 1, 30))
+        rows = [(key, row + i, draw(st.integers(0, 9)) > 1, draw(lost)) for i, key in enumerate(keys)]
         row += len(keys)
         windows.append(sorted(rows))
     return windows, loaders, draw(st.integers(0, 2**32))
@@ -59,6 +62,7 @@ def test_the_merged_stream_is_the_windows_in_order_whoever_announces_first(case:
     lasts[rng.randrange(loaders)] = len(windows) - 1
     stream = SourceStream("s", loaders=loaders, n_groups=1, epochs=1, max_bad=10**6, cursor=Cursor())
     talks = [list(announcements(windows, k, loaders, lasts[k], rng)) for k in range(loaders)]
+    all_rows = [r for window in windows for r in window]
     got: list[int] = []
     bad: list[int] = []
 
@@ -66,13 +70,20 @@ def test_the_merged_stream_is_the_windows_in_order_whoever_announces_first(case:
         pieces, passed = stream.take(n)
         got.extend(int(r) for piece in pieces for r in piece.found.row[piece.start : piece.stop])
         bad.extend(row for _, _, row, _ in passed)
+        assert stream.passed == (0, *lost_up_to(got[-1] if got else -1))
+
+    def lost_up_to(last: int) -> tuple[int, int]:
+        """Documents that lost tokens, up to the last sample taken: one that was cut is a sample itself."""
+        order = [r[1] for r in all_rows]
+        passed = all_rows[: order.index(last) + 1] if last >= 0 else []
+        return sum(r[3] > 0 for r in passed), sum(r[3] for r in passed)
 
     while any(talks):
         k = rng.choice([k for k in range(loaders) if talks[k]])
         stream.add(talks[k].pop(0), k)
         stream.check()
         take(rng.randint(0, stream.ready))
-    wanted = [r for window in windows for r in window]
+    wanted = all_rows
     if any(r[2] for r in wanted):
         assert stream.ended
         assert stream.error is None
@@ -81,12 +92,13 @@ def test_the_merged_stream_is_the_windows_in_order_whoever_announces_first(case:
     take(stream.ready)
     bad += [row for _, _, row, _ in stream.rest()]
     assert got == [r[1] for r in wanted if r[2]]
-    assert bad == [r[1] for r in wanted if not r[2]]
+    assert bad == [r[1] for r in wanted if not r[2] and not r[3]]
+    assert stream.passed == (0, sum(r[3] > 0 for r in wanted), sum(r[3] for r in wanted)), "to the end, those behind the last sample too"
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5])
 def test_failures_in_a_row_are_counted_across_announcements(pieces: int) -> None:
-    rows = [(0, 0, True)] + [(k, k, False) for k in range(1, 6)] + [(6, 6, True)]
+    rows: list[Row] = [(0, 0, True, 0), *((k, k, False, 0) for k in range(1, 6)), (6, 6, True, 0)]
     stream = SourceStream("s", loaders=1, n_groups=1, epochs=1, max_bad=5, cursor=Cursor())
     for part in np.array_split(np.arange(len(rows)), pieces):
         stream.add(Announce(0, 0, 0, 0, make_found([rows[i] for i in part])), 0)
@@ -96,7 +108,7 @@ def test_failures_in_a_row_are_counted_across_announcements(pieces: int) -> None
 
 
 def test_a_good_row_between_failures_starts_the_count_again() -> None:
-    rows = [(k, k, k % 3 == 2) for k in range(30)]
+    rows = [(k, k, k % 3 == 2, 0) for k in range(30)]
     stream = SourceStream("s", loaders=1, n_groups=1, epochs=1, max_bad=3, cursor=Cursor())
     for row in rows:
         stream.add(Announce(0, 0, 0, 0, make_found([row])), 0)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from overlord.job import ON_LONG
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Tokens
 from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.text import Tokenize
@@ -65,7 +66,7 @@ def in_pieces(p: Pipeline, table: pa.Table, cuts: list[int]) -> tuple[list[Any],
 def by_hand(rows: list[Any], context: int, on_long: str) -> list[tuple[int, int, list[int]]]:
     found = []
     for i, row in enumerate(rows):
-        if not row or any(v is None or v < 0 for v in row) or (on_long == "quarantine" and len(row) > context):
+        if not row or any(v is None or v < 0 for v in row) or (on_long in ("quarantine", "drop") and len(row) > context):
             continue
         pieces = [row[k : k + context] for k in range(0, len(row), context)]
         found += [(i, k, piece) for k, piece in enumerate(pieces[:1] if on_long == "truncate" else pieces)]
@@ -76,7 +77,7 @@ def by_hand(rows: list[Any], context: int, on_long: str) -> list[tuple[int, int,
 @given(
     id_columns,
     st.integers(1, 8),
-    st.sampled_from(["truncate", "split", "quarantine"]),
+    st.sampled_from(ON_LONG),
     st.lists(st.integers(0, 30), max_size=4),
     st.integers(0, 3),
 )
@@ -88,9 +89,12 @@ def test_ids_give_the_same_samples_in_whatever_batches_they_come(column: pa.Arra
     found = samples(block)
     assert [(row, part, ids) for row, part, ids, *_ in found] == by_hand(column.to_pylist(), context, on_long)
     assert all(n == row and length == len(ids) for row, _, ids, _, n, length in found)
-    assert sorted({i for i, _ in block.bad} | {row for row, *_ in found}) == list(range(len(column))), (
-        "every row is a sample or in quarantine"
+    dropped = set(block.long.tolist()) if on_long == "drop" else set()
+    assert sorted({i for i, _ in block.bad} | {row for row, *_ in found} | dropped) == list(range(len(column))), (
+        "every row is a sample, dropped or in quarantine"
     )
+    whole = sum(len(row) for i, row in enumerate(column.to_pylist()) if i not in {i for i, _ in block.bad})
+    assert sum(len(ids) for _, _, ids, *_ in found) + int(block.lost.sum()) == whole, "every token is delivered or counted as lost"
     assert not {i for i, _ in block.bad} & {row for row, *_ in found}
     assert in_pieces(p, table, cuts) == (found, block.bad)
 

@@ -516,6 +516,23 @@ def test_plans_explanations_and_bad_rows_after_the_planner_was_replaced(journal:
         assert there.metrics()["sources"]["bad"]["quarantined"] == here.metrics()["sources"]["bad"]["quarantined"]
 
 
+@pytest.mark.parametrize("on_long", ["truncate", "drop"])
+def test_lost_tokens_are_counted_once_and_warned_of_once_though_the_planner_and_a_loader_host_died(
+    on_long: str, journal: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = job(until=STEPS, batch=ov.Batch(samples=10, context=4, microbatches=2), on_long=on_long)
+    counts = ("cut", "cut_tokens", "dropped", "dropped_tokens")
+    with launch(made, "local") as here, launch(replace(made, journal=journal), **APART) as there:
+        calm = play(here)
+        caplog.clear()
+        assert play(there, act={8: killed(), 21: killed("loader-host/0")}) == calm
+        lost, seen = ({n: [s[c] for c in counts] for n, s in session.metrics()["sources"].items()} for session in (here, there))
+    assert seen == lost
+    assert all(sum(found) > 20 for found in lost.values())
+    said = [r.getMessage() for r in caplog.records if f"on_long={on_long!r}" in r.getMessage()]
+    assert sorted(words.split(":")[0] for words in said) == ["source 'a'", "source 'b'", "source 'c'"]
+
+
 def _picky(row: dict[str, Any]) -> dict[str, Any]:
     if row["n"] % 9 == 4:
         raise ValueError("a row like this")

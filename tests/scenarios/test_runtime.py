@@ -57,6 +57,7 @@ class Outcome:
     error: dict[int, BaseException | None] = field(default_factory=dict)
     quarantine: list[tuple[str, int]] = field(default_factory=list)
     plans: dict[int, ov.LoadingPlan] = field(default_factory=dict)  # of a run that was launched
+    dropped: dict[str, int] = field(default_factory=dict)  # tokens by source
 
     def put(self, rank: int, step: ov.Step) -> None:
         held = [Held({key: np.array(array) for key, array in mb.items()}, mb.samples, step.served_by) for mb in step]
@@ -94,6 +95,7 @@ def _simulated(job: ov.Job, events: Sequence[Any], slow: int | None, options: Ma
     for rank, steps in done.steps.items():
         for step in steps:
             out.put(rank, step)
+    out.dropped = done.end_state["counts"]["lost_tokens"] if done.end_state else {}
     return out
 
 
@@ -130,6 +132,7 @@ def _launched(job: ov.Job, events: Sequence[Any], slow: int | None, options: Map
             thread.join(90)
         assert len(out.error) == len(clients), "a rank never ended"
         out.quarantine = [(q["source"], q["row"]) for q in session.quarantine()]
+        out.dropped = {name: s["dropped_tokens"] for name, s in session.metrics()["sources"].items()}
         out.plans = {step: session.plan(step) for step in next(iter(out.steps.values()), {})}
     return out
 
@@ -158,6 +161,17 @@ def wanted(made: ov.Job) -> dict[int, list[Any]]:
 def all_clean(out: Outcome) -> None:
     assert set(out.error.values()) == {None}, out.error
     assert len({tuple(n) for n in out.numbers()}) == 1, "every rank ends at the same step"
+
+
+def test_long_documents_are_dropped_and_their_tokens_counted(runtime: str) -> None:
+    made = job(on_long="drop", batch=ov.Batch(samples=10, context=5, microbatches=2), until=8)
+    out = run(runtime, made)
+    all_clean(out)
+    long: dict[str, list[int]] = {}
+    steps = enumerate(reference_stream(made, long=long))
+    assert out.together() == {k: sorted((tuple(key), list(tokens)) for key, tokens in step) for k, step in steps}
+    assert out.dropped == {name: sum(lost) for name, lost in long.items()}
+    assert min(out.dropped.values()) > 20
 
 
 def test_the_mixture_changes_in_mid_run(runtime: str) -> None:

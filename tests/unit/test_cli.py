@@ -61,6 +61,18 @@ def test_a_run_ends_with_the_mix_wanted_and_realised(tmp_path: Path) -> None:
     assert table["steps"][0] == "4,"
 
 
+@pytest.mark.parametrize(("on_long", "column"), [("truncate", "cut tokens"), ("drop", "dropped tokens"), ("split", "")])
+def test_a_run_shows_the_tokens_that_each_source_lost(on_long: str, column: str, tmp_path: Path) -> None:
+    rows = [{"n": k, "tokens": [1] * (80 if k % 10 == 0 else 4)} for k in range(60)]
+    source = {"uri": write_rows(tmp_path / "long", "parquet", rows), "transforms": ["tokens"], "epochs": 1}
+    result = overlord("run", job_file(tmp_path, sources={"long": source}, on_long=on_long))
+    assert result.exit_code == 0, result.output
+    head, row = (next(line for line in result.stdout.splitlines() if line.startswith(word)) for word in ("source", "long"))
+    assert head.rstrip().endswith(column or "dropped")
+    lost = {"truncate": "96 (13.8%)", "drop": "480 (69.0%)", "split": ""}[on_long]
+    assert row.rstrip().endswith(lost)
+
+
 def test_without_steps_a_run_goes_to_the_end_of_the_data(tmp_path: Path) -> None:
     result = overlord("run", job_file(tmp_path))
     table = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line}

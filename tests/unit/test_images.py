@@ -15,6 +15,7 @@ import pytest
 
 import overlord as ov
 from overlord.errors import JobError, TransformError
+from overlord.observe.inspect import inspect_job
 from overlord.sample import Ragged
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Tokens
 from overlord.transforms.images import Images
@@ -231,8 +232,18 @@ def test_a_split_document_keeps_its_images_with_the_first_piece() -> None:
 
 def test_an_image_behind_the_first_piece_of_a_split_document_takes_it_out() -> None:
     block = run(Tokens(), SPEC, context=8, on_long="split", tokens=[[1], [2]], images=[[A, C], [B]])
-    assert block.bad == [(0, "an image ends at token 14, behind the first piece of 8")]
+    assert block.bad == [(0, "an image ends at token 14, behind the first piece of 8; on_long='split' keeps images in the first piece")]
     assert items(block) == [[B]]
+
+
+@pytest.mark.parametrize(("on_long", "bad"), [("split", 1), ("truncate", 0), ("drop", 0)])
+def test_inspect_tells_of_images_that_end_behind_the_first_piece(on_long: str, bad: int) -> None:
+    rows = [{"tokens": [1], "images": [A, C]}, {"tokens": list(range(20)), "images": [B]}]
+    source = ov.Source.from_dataset("web", rows, transforms=[Tokens(), SPEC], epochs=1)
+    made = ov.Job(name="x", sources=[source], batch=ov.Batch(samples=1, context=8), strategy="vlm_hybrid", on_long=on_long)
+    [found] = inspect_job(made)
+    assert found.bad == ({"an image ends behind the first piece of 8": 1} if bad else {})
+    assert (found.longer, found.lost) == (2, {"split": 0, "truncate": 7 + 13, "drop": 15 + 21}[on_long])
 
 
 def test_a_long_document_is_quarantined_by_its_tokens_and_those_of_its_images() -> None:

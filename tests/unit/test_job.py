@@ -158,7 +158,7 @@ def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
         ({"draw": "random", "batch": Batch(tokens=8, context=8)}, 'draw: "random" draws samples'),
         ({"mix_every": "hour"}, "mix_every: wanted one of step, microbatch, epoch"),
         ({"sync": "iteration"}, "sync: wanted one of microbatch, step, found 'iteration'"),
-        ({"on_long": "drop"}, "on_long: wanted one of truncate, split, quarantine"),
+        ({"on_long": "dropp"}, "on_long: wanted one of split, truncate, quarantine, drop, found 'dropp'"),
         ({"look_ahead": 0}, "look_ahead: wanted a whole number of at least 1"),
         ({"look_ahead": 2, "batch": Batch(tokens=8, context=8)}, "look_ahead: 2 goes with a batch in samples only"),
         ({"overflow": "drop"}, "overflow: wanted one of grow, defer, found 'drop'"),

@@ -114,7 +114,7 @@ sources:
 batch: {samples: 0, contxt: 9}
 place: {dp: 0, order: [dp]}
 mixture: {a: 1, q: 2}
-on_long: drop
+on_long: cut
 speed: 9
 seed: 1.5
 """,
@@ -140,7 +140,7 @@ seed: 1.5
         "place.dp: wanted a whole number of at least 1, found 0",
         "place.order: wanted each of pp, dp, cp, tp once, found ['dp']",
         "mixture: unknown source 'q'; known: a, b, c, sources[3]",
-        "on_long: wanted one of truncate, split, quarantine, found 'drop'",
+        "on_long: wanted one of split, truncate, quarantine, drop, found 'cut'",
         "speed: unknown; did you mean 'seed'?",
         "seed: wanted a whole number of at least 0, found 1.5",
     ])  # fmt: skip

@@ -37,6 +37,18 @@ def test_start_up_reads_what_the_first_draw_needs_and_no_more() -> None:
     assert brief(loader.handle(evaluated(3))) == [(0, 0, 0, 3, False, False)]
 
 
+def test_of_documents_that_are_split_only_as_many_are_evaluated_as_give_the_samples_wanted() -> None:
+    loader = Loader(0, PLAIN, epochs=1, budget_bytes=2_500)
+    loader.handle(Refill(0, must=4, level=0))
+    assert loader.handle(WindowRead(rows=100, over=())) == [Evaluate(0, 4, urgent=True)]
+    loader.handle(evaluated(200, rows=4))  # 50 pieces each
+    assert loader.handle(Pop(0, 200)) == []
+    assert loader.handle(Refill(0, must=120, level=0)) == [Evaluate(0, 3, urgent=True)]
+    loader.handle(evaluated(150, rows=3))
+    loader.handle(Pop(0, 150))
+    assert loader.handle(Refill(0, must=0, level=999)) == [Evaluate(0, 5)], "the budget of 250 samples"
+
+
 def test_a_level_is_held_by_whole_blocks_and_refilled_after_a_pop() -> None:
     loader = Loader(0, PLAIN, epochs=1, block_rows=16)
     loader.handle(Refill(0, must=0, level=4))

@@ -18,7 +18,7 @@ from overlord.loader.buffer import Shelf
 from overlord.loader.loader import Loader
 from overlord.loader.memory import Memory
 from overlord.loader.order import SourceOrder
-from overlord.messages import Announce, Back, Cursor, Finish, Found, Opening, Part, Payload, Read, ReadFailed, Refill, WindowRead
+from overlord.messages import Announce, Back, Cursor, Finish, Found, Long, Opening, Part, Payload, Read, ReadFailed, Refill, WindowRead
 from overlord.runtime import loaderhost
 from overlord.runtime.bootstrap import Blueprint, Options, open_loader
 from overlord.runtime.hostactor import Settings
@@ -80,14 +80,19 @@ def test_a_shelf_that_keeps_nothing_lets_popped_blocks_go() -> None:
 # announcements
 
 
-def found(rows: list[int], bad: list[int] = [], dropped: int = 0) -> Found:  # noqa: B006
+def found(rows: list[int], bad: list[int] = [], dropped: int = 0, long: list[int] = []) -> Found:  # noqa: B006
     ids, failed = np.array(rows, np.int64), np.array(bad, np.int64)
     meta = {"tokens": np.ones(len(rows), np.int64)}
     zeros, none = np.zeros(len(rows), np.int64), np.zeros(len(bad), np.int64)
     return Found(
         ids.astype(np.uint64), zeros, ids, zeros.astype(np.int32), meta, failed.astype(np.uint64), none, failed,
-        tuple(f"bad {r}" for r in bad), dropped,
+        tuple(f"bad {r}" for r in bad), dropped, lost_by(long) if long else None,
     )  # fmt: skip
+
+
+def lost_by(rows: list[int]) -> Long:
+    ids = np.array(rows, np.int64)
+    return Long(ids.astype(np.uint64), ids * 0, ids, ids * 10)
 
 
 def brief(news: list[Announce]) -> list[tuple[Any, ...]]:
@@ -123,6 +128,18 @@ def test_failures_before_the_cursor_are_left_out_and_those_behind_it_stay() -> N
     assert again(kept, 0, 0, 0, 0, 0, 0) == (1, [(0, 0, [4], [1, 2, 6], 0, False, False)])
     assert again(kept, 0, 0, 0, 0, 4, 0) == (2, [(0, 0, [], [6], 0, False, False)])
     assert again(kept, 0, 0, 0, 0, 2, 0) == (1, [(0, 0, [4], [2, 6], 0, False, False)]), "the cursor may be a row of another loader"
+
+
+@pytest.mark.parametrize(("row", "rest"), [(0, [1, 4, 6]), (2, [4, 6]), (4, [6]), (6, [])])
+def test_documents_that_lost_tokens_are_told_again_from_behind_the_cursor_on(row: int, rest: list[int]) -> None:
+    """Row 4 is a sample that was cut: its loss was counted when it was drawn. Rows 1 and 6 were dropped."""
+    kept = Memory(PLAIN, Cursor())
+    kept.add(Announce(0, 0, 0, 0, found([0, 4], long=[1, 4, 6])))
+    made = kept.since(memory.Since.of(Cursor(0, 0, 0, 0, row, 0), PLAIN))
+    assert made is not None
+    (news,) = made[1]
+    assert news.found is not None
+    assert ([] if news.found.long is None else news.found.long.row.tolist()) == rest
 
 
 def test_a_loader_that_was_done_with_a_group_before_the_cursor_says_so_at_the_cursor() -> None:

@@ -18,6 +18,7 @@ import overlord as ov
 from overlord.cli import cli
 from overlord.demo.run import program
 from overlord.errors import JobError, SourceError
+from overlord.job import ON_LONG
 from overlord.observe.svg import Panel, bars
 from overlord.sources.files import Files
 from tests.corpus import write_rows
@@ -55,7 +56,7 @@ def test_inspect_lists_all_columns_of_a_source_that_is_well(tokenizer: str, tmp_
     assert "columns id: int64, text: string" in result.stdout
 
 
-@pytest.mark.parametrize("on_long", ["truncate", "split", "quarantine"])
+@pytest.mark.parametrize("on_long", ON_LONG)
 def test_inspect_says_how_many_samples_the_context_is_too_short_for(on_long: str, tmp_path: Path) -> None:
     rows = [{"tokens": [1] * n} for n in (3, 5, 90, 70, 64)]
     source = {"uri": write_rows(tmp_path / "web", "parquet", rows), "transforms": ["tokens"]}
@@ -65,9 +66,21 @@ def test_inspect_says_how_many_samples_the_context_is_too_short_for(on_long: str
         assert "tokens 3 / 5 / 64" in shown
         assert "bad: 2 rows: more tokens than the context of 64" in shown
         assert "2 of 5" in shown
+    elif on_long == "drop":
+        assert "tokens 3 / 5 / 64" in shown
+        assert "(on_long: drop): 160 of 232 tokens dropped (69.0%)" in shown
+        assert "0 of 5" in shown
     else:
         assert "tokens 3 / 64 / 90" in shown
+        assert ("(on_long: truncate): 32 of 232 tokens cut (13.8%)" in shown) == (on_long == "truncate")
         assert "0 of 5" in shown
+
+
+def test_inspect_says_so_where_every_document_would_be_dropped(tmp_path: Path) -> None:
+    source = {"uri": write_rows(tmp_path / "web", "parquet", [{"tokens": [1] * 90}] * 2), "transforms": ["tokens"]}
+    result = overlord("inspect", job_file(tmp_path, {"web": source}, on_long="drop"))
+    assert result.exit_code != 0
+    assert "no sampled row became a sample; all 2 documents are longer than the context of 64 (on_long: drop)" in result.output
 
 
 def test_a_file_that_is_not_there_brings_up_the_name_that_was_meant(tmp_path: Path) -> None:

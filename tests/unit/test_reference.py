@@ -227,18 +227,21 @@ def test_a_window_is_one_slice_of_each_chunk_of_a_group():
     assert [sorted(order[24 + t * 2 : 26 + t * 2]) for t in range(8)] == [[8 + t, 24 + t] for t in range(8)]
 
 
-def test_long_samples_are_cut_split_or_quarantined():
+def test_long_samples_are_cut_split_dropped_or_quarantined():
     rows = [[1, 2], [3, 4, 5, 6, 7], []]
     bad: list[Any] = []
+    long: dict[str, dict[str, list[int]]] = {}
     by_policy = {
-        p: list(reference_stream(job([source("a", rows)], samples=9, context=2, on_long=p), bad))
-        for p in ("truncate", "split", "quarantine")
+        p: list(reference_stream(job([source("a", rows)], samples=9, context=2, on_long=p), bad, long=long.setdefault(p, {})))
+        for p in ("truncate", "split", "drop", "quarantine")
     }
     assert tokens(by_policy["truncate"]) == [[1, 2], [3, 4]]
     assert tokens(by_policy["split"]) == [[1, 2], [3, 4], [5, 6], [7]]
     assert [id for id, _ in by_policy["split"][0]][1:] == [("a", 0, 0, 1, 0), ("a", 0, 0, 1, 1), ("a", 0, 0, 1, 2)]
     assert tokens(by_policy["quarantine"]) == [[1, 2]]
-    assert bad == [("a", 0, 0, 2), ("a", 0, 0, 2), ("a", 0, 0, 1), ("a", 0, 0, 2)]
+    assert tokens(by_policy["drop"]) == [[1, 2]]
+    assert bad == [("a", 0, 0, 2), ("a", 0, 0, 2), ("a", 0, 0, 2), ("a", 0, 0, 1), ("a", 0, 0, 2)]
+    assert long == {"truncate": {"a": [3]}, "split": {}, "drop": {"a": [5]}, "quarantine": {}}
 
 
 def test_bad_rows_in_a_row_stop_the_job_only_when_a_sample_behind_them_is_needed():
@@ -254,6 +257,8 @@ def test_dropped_rows_are_no_samples_and_an_epoch_without_a_sample_is_an_error()
     none = Filter(lambda columns: np.zeros(len(columns["tokens"]), bool))
     with pytest.raises(ValueError, match="epoch 0 has no sample"):
         list(reference_stream(job([source("a", 3, transforms=[Tokens(), none])], samples=1)))
+    with pytest.raises(ValueError, match="epoch 0 has no sample"):
+        list(reference_stream(job([source("a", [[1, 2, 3]])], samples=1, context=2, on_long="drop")))
 
 
 def test_transforms_see_one_slice_at_a_time_as_columns():

@@ -313,17 +313,19 @@ def test_a_column_called_tokens_needs_no_transform():
 
 
 @pytest.mark.parametrize(
-    ("on_long", "rows", "index", "part", "bad"),
+    ("on_long", "rows", "index", "part", "bad", "long"),
     [
-        ("truncate", [[1, 2, 3], [5], [6, 7, 8]], [0, 1, 2], [0, 0, 0], []),
-        ("split", [[1, 2, 3], [4], [5], [6, 7, 8]], [0, 0, 1, 2], [0, 1, 0, 0], []),
-        ("quarantine", [[5], [6, 7, 8]], [1, 2], [0, 0], [(0, "4 tokens are more than the context of 3")]),
+        ("truncate", [[1, 2, 3], [5], [6, 7, 8]], [0, 1, 2], [0, 0, 0], [], [(0, 1)]),
+        ("split", [[1, 2, 3], [4], [5], [6, 7, 8]], [0, 0, 1, 2], [0, 1, 0, 0], [], []),
+        ("quarantine", [[5], [6, 7, 8]], [1, 2], [0, 0], [(0, "4 tokens are more than the context of 3")], []),
+        ("drop", [[5], [6, 7, 8]], [1, 2], [0, 0], [], [(0, 4)]),
     ],
 )
-def test_a_sample_longer_than_the_context(on_long: str, rows: Any, index: Any, part: Any, bad: Any):
+def test_a_sample_longer_than_the_context(on_long: str, rows: Any, index: Any, part: Any, bad: Any, long: Any):
     table = pa.table({"tokens": [[1, 2, 3, 4], [5], [6, 7, 8]], "n": [10, 20, 30]})
     block = run(pipeline(Tokens(), Meta("n", "n"), context=3, on_long=on_long), table)
     assert (rows_of(block), block.index.tolist(), block.part.tolist(), block.bad) == (rows, index, part, bad)
+    assert list(zip(block.long.tolist(), block.lost.tolist(), strict=True)) == long, "rows that lost tokens, and how many"
     assert block.meta["n"].tolist() == [(i + 1) * 10 for i in index]
     assert len(block.tokens.values) == sum(map(len, rows)), "nothing that was cut off stays in memory"
 
@@ -598,8 +600,9 @@ def wrong(columns: dict[str, Any]) -> dict[str, Any]:
     return {"text": []}
 
 
-def test_a_worker_gives_what_the_pipeline_gives(tokenizer: str):
-    p = pipeline(Map(upper, holds_lock=True), Meta("n", keep_long), Tokenize(tokenizer), context=2, on_long="split")
+@pytest.mark.parametrize("on_long", ["split", "truncate", "drop"])
+def test_a_worker_gives_what_the_pipeline_gives(tokenizer: str, on_long: str):
+    p = pipeline(Map(upper, holds_lock=True), Meta("n", keep_long), Tokenize(tokenizer), context=2, on_long=on_long)
     assert p.holds_lock
     table = pa.table({"text": ["w0 w1 w2", None, "", "x y"]})
     with TransformWorker(p) as worker:
@@ -614,6 +617,7 @@ def test_a_worker_gives_what_the_pipeline_gives(tokenizer: str):
                 two.index.tolist(),
                 two.bad,
             )
+            assert (one.long.tolist(), one.lost.tolist()) == (two.long.tolist(), two.lost.tolist())
             assert one.tokens.values.dtype == two.tokens.values.dtype
             assert {k: (v.dtype, v.tolist()) for k, v in one.meta.items()} == {k: (v.dtype, v.tolist()) for k, v in two.meta.items()}
 

@@ -45,6 +45,8 @@ class Figures:
     bound: np.ndarray  # by step: imbalance that no placement can pass
     compared: Mapping[str, Compared]
     quarantined: Mapping[str, int]
+    on_long: str  # of the job
+    lost: Mapping[str, int]  # tokens that it cut or dropped, by source
     tokens: int
     tokens_per_s: float
     wait_ms: float  # mean of the steps after the first

@@ -8,6 +8,7 @@ from overlord.demo.figures import COMPARED, Figures
 from overlord.drill.show import STRIKE_HEAD, strike_rows
 from overlord.observe.report import Picture, Report, Sheet
 from overlord.observe.svg import Line, Panel, Ridge, bars, lines, ridges, series_color
+from overlord.observe.tables import tokens_lost
 
 COLORS = {"vanilla": series_color(5), "packed": series_color(2), "llm_balance": series_color(0)}
 WAYS = {
@@ -15,7 +16,10 @@ WAYS = {
     "packed": "the stream cut into microbatches of equal tokens, dealt out in turn",
     "llm_balance": "placed by cost over ranks and microbatches",
 }
-MIX_HEAD = ("source", "wanted", "realised", "samples", "tokens", "median", "longest", "quarantined")
+MIX_HEAD = ("source", "wanted", "realised", "samples", "tokens", "lost tokens", "median", "longest", "quarantined")
+LONG = {
+    "split": "were split into pieces of it", "truncate": "were cut to it", "drop": "were dropped", "quarantine": "went to quarantine",
+}  # fmt: skip
 PLACING_HEAD = ("strategy", "by rank", "worst step", "by microbatch", "worst step", "filled")
 BY_RANK = "Imbalance by rank: cost of the slowest rank over the mean rank. 1 is perfect; a step lasts as long as its slowest rank."
 BY_MICROBATCH = "By microbatch: the same when ranks wait for each other after every microbatch."
@@ -26,7 +30,8 @@ def mix_rows(f: Figures) -> list[tuple[str, ...]]:
     return [
         (
             name, f"{f.wanted[:, i].mean():.2%}", f"{f.realised[:, i].mean():.2%}", f"{len(n):,}", f"{int(n.sum()):,}",
-            f"{np.median(n):,.0f}" if len(n) else "-", f"{int(n.max(initial=0)):,}", f"{f.quarantined[name]}",
+            tokens_lost(int(n.sum()), f.lost[name]), f"{np.median(n):,.0f}" if len(n) else "-", f"{int(n.max(initial=0)):,}",
+            f"{f.quarantined[name]}",
         )
         for i, (name, n) in enumerate(f.lengths.items())
     ]  # fmt: skip
@@ -85,8 +90,8 @@ def _load_picture(f: Figures) -> Picture:
     return Picture(
         title="The same batch, unplanned and planned",
         shows=f"Cost of every rank in step {k}, in units of the mean rank; the pieces of a bar are its microbatches. Step {k} is the one "
-        "of median imbalance without planning. No placement can bring the slowest rank below the dashed line: the mean, or the dearest "
-        "single sample.",
+        "of median imbalance without planning. No placement can bring the slowest rank below the dashed line: the mean, the dearest "
+        "single sample, or the dearest few that must share a rank.",
         svg=bars(
             panels, about="cost per rank before and after planning", bar_name="rank", y_label="cost / mean", mean=mean, bound=bound,
             bound_label=f"bound {bound:.3f}",
@@ -134,7 +139,7 @@ def _length_picture(f: Figures) -> Picture:
     return Picture(
         title="Lengths: why placing matters",
         shows="Tokens of the samples drawn in this run, by source, on a logarithmic axis; each row is scaled to its own highest bar. "
-        f"Documents longer than the context of {f.context:,} tokens were cut to it.",
+        f"Documents longer than the context of {f.context:,} tokens {LONG[f.on_long]}.",
         svg=ridges(
             rows, about="distribution of sample lengths by source", x_label="tokens of a sample", limit=f.context, limit_label="context"
         ),
@@ -153,7 +158,8 @@ def _placing_sheet(f: Figures) -> Sheet:
 def _mix_sheet(f: Figures) -> Sheet:
     return Sheet(
         title="What was delivered, by source",
-        shows="Shares of samples over the whole run, and how long samples are. Quarantined: rows that could not be read or tokenized.",
+        shows="Shares of samples over the whole run, and how long samples are. Quarantined: rows that could not be read or tokenized. "
+        f"Lost tokens: those that on_long={f.on_long!r} cut or dropped, of documents longer than the context.",
         head=MIX_HEAD, rows=mix_rows(f),
     )  # fmt: skip
 

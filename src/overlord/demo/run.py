@@ -110,13 +110,15 @@ def _measure(job: Job, steps: int, console: Console, command: str, compute_s: fl
                 show(taken, meter)
                 trainer.compute(taken)
         meter.stop()
-        seen = session.metrics()["sources"]
+        seen, counts = session.metrics()["sources"], session.state_dict()["counts"]  # the latter of the steps taken, none ahead of them
     wanted, realised = mixes(plans)
     return Figures(
         command=command, names=job.names, ranks=job.place.world_size, samples=int(job.batch.samples or 0), context=job.batch.context,
         changed_at=changed_at, lengths=lengths_by_source(plans), wanted=wanted, realised=realised,
         bound=np.array([plan.imbalance()["bound"] for plan in plans]), compared=compare(plans, job),
-        quarantined={name: int(seen[name]["quarantined"]) for name in job.names}, tokens=meter.tokens, tokens_per_s=meter.tokens_per_s,
+        quarantined={name: int(seen[name]["quarantined"]) for name in job.names}, on_long=job.on_long,
+        lost={name: int(counts["lost_tokens"].get(name, 0)) for name in job.names},
+        tokens=meter.tokens, tokens_per_s=meter.tokens_per_s,
         wait_ms=meter.wait_ms, first_wait_ms=meter.first_wait_s * 1e3, compute_ms=trainer.mean_ms, peak_bytes=meter.peak_pss,
         before_bytes=before,
     )  # fmt: skip

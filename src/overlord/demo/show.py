@@ -77,7 +77,7 @@ def summary(f: Figures, width: int) -> RenderableType:
     facts.add_row("tokens", f"{f.tokens:,} in {f.steps} steps, {f.tokens_per_s:,.0f} tokens/s, the trainer's time included")
     facts.add_row("wait of the trainer", f"{f.wait_ms:.1f} ms/step after the first, beside {f.compute_ms:.0f} ms/step of stand-in compute")
     facts.add_row("memory", memory)
-    head = MIX_HEAD if width >= 86 else (*MIX_HEAD[:-1], "bad")
+    head = MIX_HEAD if width >= 98 else [{"quarantined": "bad", "lost tokens": "lost"}.get(name, name) for name in MIX_HEAD]
     changed = "" if f.changed_at is None else f", which changed at step {f.changed_at}"
     return Group(
         Text(f"The mix, over all steps{changed}:", "bold"), grid(head, mix_rows(f)), Text(""),

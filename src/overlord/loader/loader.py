@@ -6,6 +6,7 @@ rows are evaluated no sooner than they are wanted, so that start-up costs what s
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +53,7 @@ class Loader:
         self._since: Since | None = None  # where it went back to: what stands before is not announced again
         self.ready_bytes = 0
         self._bytes_per_sample = self._row_s = 0.0
+        self._pieces = 1.0  # samples that a row of the last block gave, at least 1: long documents are split
         self._next_group()
 
     def again(self, cursor: Cursor, generation: int) -> Loader:
@@ -120,6 +122,7 @@ class Loader:
         self._busy = ""
         self._rows -= event.rows
         self._row_s = event.seconds / max(1, event.rows)
+        self._pieces = max(1.0, len(event.found) / max(1, event.rows))
         self.ready += len(event.found)
         self.announced += len(event.found)
         self.ready_bytes += event.nbytes
@@ -191,10 +194,10 @@ class Loader:
         The size changes what is held ready, never the stream: a row's samples depend on the row alone.
         """
         if self.ready < self._must:
-            return self._must - self.ready
+            return math.ceil((self._must - self.ready) / self._pieces)
         worth = max(self._block_rows, self._level - self.ready, int(BLOCK_S / self._row_s) if self._row_s > 0 else 0)
         self._grown = min(2 * self._grown, 2**20)
-        room = (self._budget - self.ready_bytes) / self._bytes_per_sample if self._bytes_per_sample else worth
+        room = (self._budget - self.ready_bytes) / (self._bytes_per_sample * self._pieces) if self._bytes_per_sample else worth
         return max(1, min(worth, self._grown, int(room)))  # a block of images may be a hundred times the budget
 
     def set_budget(self, nbytes: int) -> None:

@@ -57,12 +57,16 @@ class Since:
 
     def _rest(self, found: Found) -> Found:
         """Samples behind the cursor, and the failures that a read from the cursor on would meet."""
-        n, bad = len(found) - int(self._behind(found).sum()), int(self._bad_before(found).sum())
+        n, bad = len(found) - int(self._behind(found).sum()), int(self._before(found.bad_key, found.bad_file, found.bad_row).sum())
+        long = found.long
+        if long is not None:  # that of the cursor's own row was counted with its sample
+            long = long.take(np.flatnonzero(~self._before(long.key, long.file, long.row, own=True)))
         if not n and not bad:
-            return found
+            return found if long is found.long else replace(found, long=long)
         return Found(
             found.key[n:], found.file[n:], found.row[n:], found.part[n:], {k: cut_rows(v, n, len(found)) for k, v in found.meta.items()},
             found.bad_key[bad:], found.bad_file[bad:], found.bad_row[bad:], found.bad_reason[bad:], found.dropped,
+            long,
         )  # fmt: skip
 
     def _behind(self, found: Found) -> np.ndarray:
@@ -70,10 +74,11 @@ class Since:
         row = (found.row > c.row) | ((found.row == c.row) & (found.part > c.part))
         return (found.key > key) | ((found.key == key) & ((found.file > c.file) | ((found.file == c.file) & row)))
 
-    def _bad_before(self, found: Found) -> np.ndarray:
+    def _before(self, keys: np.ndarray, files: np.ndarray, rows: np.ndarray, own: bool = False) -> np.ndarray:
+        """Which rows stand before that of the cursor. ``own``: or are that row."""
         c, key = self.cursor, np.uint64(self.key)
-        file = (found.bad_file < c.file) | ((found.bad_file == c.file) & (found.bad_row < c.row))
-        return (found.bad_key < key) | ((found.bad_key == key) & file)
+        file = (files < c.file) | ((files == c.file) & (rows < c.row + own))
+        return (keys < key) | ((keys == key) & file)
 
 
 class Memory:

@@ -10,22 +10,22 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from overlord.errors import DataStall, OverlordError, SourceError, StorageError, TransformError
+from overlord.loader.blocks import all_bad, long_of, merged, rows_of
 from overlord.loader.code import Code
 from overlord.loader.order import SourceOrder
 from overlord.messages import Cursor, Evaluate, Evaluated, Found, Read, WindowRead
-from overlord.sample import Content, Ragged, join_rows, take_rows
+from overlord.sample import Content, take_rows
 from overlord.sources.base import RawSlice
 from overlord.sources.columns import compact
 from overlord.sources.index import Index
 from overlord.sources.patience import CLOCK, SLOW_S, Clock, Later
-from overlord.sources.views import arrow_of
 from overlord.transforms.base import Block, RowIds, Staged
 
 READS = 64  # of which it is known how long they took
@@ -78,6 +78,7 @@ class ReaderStats:
     staged_busy_s: float = 0.0
     transform_busy_s: float = 0.0
     rows: int = 0
+    evaluated: int = 0  # rows of these that were asked for
     samples: int = 0
     tokens: int = 0
     windows: int = 0
@@ -90,7 +91,7 @@ class ReaderStats:
     def asked_for(self) -> float:
         """The part of what was read that samples were made of. Rows of a window that nobody has asked for yet are no cost of those: with
         many loaders and a small share of the mixture they would be most of it."""
-        return min(1.0, self.samples / self.rows) if self.rows else 0.0
+        return self.evaluated / self.rows if self.rows else 0.0
 
     @property
     def work(self) -> tuple[float, float]:
@@ -309,11 +310,14 @@ class SourceReader:
             if len(keep) < len(index):
                 index, part, content, meta = index[keep], part[keep], content.take(keep), {n: take_rows(c, keep) for n, c in meta.items()}
         found = self._found(key, file, row, at, good, index, part, meta, block.bad, window)
+        if len(block.long):
+            found = replace(found, long=long_of(key, file, row, good[block.long], block.lost, window.after if a == 0 else None))
         window.dropped = 0
         if b == len(window.key):
             self._window = None
             self.stats.raw_bytes = 0
         took = time.perf_counter() - start
+        self.stats.evaluated += b - a
         self.stats.samples += len(found)
         self.stats.tokens += int(content.tokens.offsets[-1] - content.tokens.offsets[0])
         self.stats.image_bytes_in += block.image_bytes_in
@@ -329,12 +333,12 @@ class SourceReader:
         for table in tables:
             mine = np.flatnonzero((at >= first) & (at < first + table.num_rows)) if len(tables) > 1 else np.arange(len(at))
             try:
-                block = self.stages.row_stage(_rows(table, at[mine] - first))
+                block = self.stages.row_stage(rows_of(table, at[mine] - first))
             except TransformError as error:
-                block = _all_bad(len(mine), str(error))
+                block = all_bad(len(mine), str(error))
             blocks.append((mine, block))
             first += table.num_rows
-        return blocks[0][1] if len(blocks) == 1 else _merged(blocks)
+        return blocks[0][1] if len(blocks) == 1 else merged(blocks)
 
     def _found(
         self, key: np.ndarray, file: np.ndarray, row: np.ndarray, at: np.ndarray, good: np.ndarray, index: np.ndarray,
@@ -351,41 +355,6 @@ class SourceReader:
             key[where], file[where], row[where], part, meta,
             key[bad], file[bad], row[bad], tuple(why[j] for j in bad.tolist()), window.dropped,
         )  # fmt: skip
-
-
-def _all_bad(n: int, reason: str) -> Block:
-    none = np.zeros(0, np.int64)
-    empty = Ragged(np.zeros(0, np.uint8), np.zeros(1, np.int64))
-    return Block(
-        index=none, part=none.astype(np.int32), tokens=empty, meta={"tokens": none, "bytes": none}, bad=[(i, reason) for i in range(n)]
-    )
-
-
-def _merged(blocks: list[tuple[np.ndarray, Block]]) -> Block:
-    """Blocks of separate tables as one, in the order of the rows they came from."""
-    full = [(rows, b) for rows, b in blocks if len(b.index)]
-    bad = sorted((int(rows[i]), why) for rows, b in blocks for i, why in b.bad)
-    if not full:
-        return Block(**{**_fields(blocks[0][1]), "bad": bad})
-    index = np.concatenate([rows[b.index] for rows, b in full])
-    order = np.argsort(index, kind="stable")
-    content = Content.concat([Content(b.tokens, b.items) for _, b in full]).take(order)
-    return Block(
-        index=index[order], part=np.concatenate([b.part for _, b in full])[order], tokens=content.tokens, items=content.items,
-        meta={n: take_rows(join_rows([b.meta[n] for _, b in full]), order) for n in full[0][1].meta}, bad=bad,
-        image_bytes_in=sum(b.image_bytes_in for _, b in full), image_bytes_out=sum(b.image_bytes_out for _, b in full),
-    )  # fmt: skip
-
-
-def _fields(block: Block) -> dict[str, Any]:
-    return {"index": block.index, "part": block.part, "tokens": block.tokens, "meta": block.meta, "bad": block.bad, "items": block.items}
-
-
-def _rows(table: pa.Table, at: np.ndarray) -> pa.Table:
-    """Chosen rows of a table; a run of consecutive ones (unshuffled sources) is a view."""
-    if len(at) and int(at[-1]) - int(at[0]) == len(at) - 1 and bool((at[1:] > at[:-1]).all()):
-        return table.slice(int(at[0]), len(at))
-    return table.take(arrow_of(at))
 
 
 def _not_before(key: np.ndarray, file: np.ndarray, row: np.ndarray, after: Cursor, order: SourceOrder, epoch: int) -> np.ndarray:

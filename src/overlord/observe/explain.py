@@ -339,9 +339,10 @@ def _elsewhere(sample: SampleId, source: int, chunk: int, known: Known) -> tuple
     passed = known.whereabouts(source).passed(sample, chunk, cursor)
     where = f"the stream of {sample.source!r} stands in epoch {cursor.epoch}, group {cursor.group} of {known.orders[source].n_groups}"
     where += f", window {cursor.window}; the next step is {known.state.step}"
+    dropper = "a filter or on_long" if known.job.on_long == "drop" else "a filter"
     complete = known.start == 0 and (not known.stages or known.stages[0].plan.step == 0)
     if passed is None:
-        return "undecided", f"It is in the group that is being drawn from: not drawn yet, or dropped by a filter; {where}."
+        return "undecided", f"It is in the group that is being drawn from: not drawn yet, or dropped by {dropper}; {where}."
     if not passed and not complete and (known.job.look_ahead > 1 or known.job.overflow == "defer"):
         return "undecided", f"Not drawn yet, or chosen ahead of its turn in a step whose plan is not kept; {where}."
     if not passed:
@@ -349,9 +350,12 @@ def _elsewhere(sample: SampleId, source: int, chunk: int, known: Known) -> tuple
     if complete:
         return (
             "no sample",
-            f"The stream has passed this row and made no such sample of it: a filter dropped it, or it has no such part; {where}.",
+            f"The stream has passed this row and made no such sample of it: {dropper} dropped it, or it has no such part; {where}.",
         )
-    return "gone", f"Drawn in a step whose plan is no longer kept (steps {known.kept()} are), or dropped by a filter; {where}."
+    return (
+        "gone",
+        f"Drawn in a step whose plan is no longer kept (steps {known.kept()} are), or dropped by {dropper}; {where}.",
+    )
 
 
 def _placed(stage: Stage, at: int, known: Known, said: dict[str, Any]) -> SampleExplanation:

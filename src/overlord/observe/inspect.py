@@ -18,6 +18,7 @@ from overlord.sources.handles import ChunkReader, HandleCache
 from overlord.sources.index import Index, build_index, default_cache_dir
 from overlord.sources.mixed import type_name
 from overlord.transforms.base import RowIds
+from overlord.transforms.long import lost_tokens
 from overlord.transforms.pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -41,8 +42,11 @@ class SourceReport:
     schema: dict[str, str] = field(default_factory=dict)
     sampled_files: int = 0
     sampled_rows: int = 0
-    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the sampled samples, before on_long cuts any
-    longer: int = 0  # samples that on_long deals with
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the sampled documents, before on_long cuts any
+    image_ends: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # where the last image of each ends; 0: it has none
+    longer: int = 0  # documents that on_long deals with
+    all_tokens: int = 0  # of all sampled documents
+    lost: int = 0  # of these, how many on_long cuts or drops
     dropped: int = 0  # by a Filter
     bad: dict[str, int] = field(default_factory=dict)  # reason -> rows
     failures: list[str] = field(default_factory=list)
@@ -88,7 +92,7 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
         if index.schema is None and options.columns is not None:
             out.schema = _all_columns(index, options, cache) or out.schema
         if not len(out.tokens) and not out.failures:
-            out.failures.append(f"source {source.name!r}: no sampled row became a sample{_lacking(pipeline, out)}")
+            out.failures.append(f"source {source.name!r}: no sampled row became a sample{_lacking(pipeline, out) or _all_long(out, job)}")
     except OverlordError as fault:
         out.failures.append(str(fault))
     except Exception as fault:  # a surprise of one source must not hide the others; it is told by name
@@ -107,9 +111,14 @@ def _judge(out: SourceReport, job: Job) -> None:
     """Lengths are taken uncut, so that a person sees how much the context costs; here on_long has its say."""
     context = job.batch.context
     out.longer = int((out.tokens > context).sum())
+    out.all_tokens, out.lost = int(out.tokens.sum()), int(lost_tokens(out.tokens, context, job.on_long).sum())
     if out.longer and job.on_long == "quarantine":
         out.bad[f"more tokens than the context of {context}"] = out.longer
+    if job.on_long in ("quarantine", "drop"):
         out.tokens = out.tokens[out.tokens <= context]
+    elif job.on_long == "split" and (late := out.image_ends > context).any():
+        out.bad[f"an image ends behind the first piece of {context}"] = int(late.sum())
+        out.tokens = out.tokens[~late]
 
 
 def _all_columns(index: Index, options: ReadOptions, cache: HandleCache) -> dict[str, str]:
@@ -124,6 +133,14 @@ def _all_columns(index: Index, options: ReadOptions, cache: HandleCache) -> dict
 def _lacking(pipeline: Pipeline, out: SourceReport) -> str:
     missing = [repr(name) for name in pipeline.columns or () if name not in out.schema]
     return f"; wanted the column {', '.join(missing)}, found {', '.join(out.schema) or 'none'}" if missing and out.schema else ""
+
+
+def _all_long(out: SourceReport, job: Job) -> str:
+    return (
+        f"; all {out.longer:,} documents are longer than the context of {job.batch.context:,} (on_long: {job.on_long})"
+        if out.longer
+        else ""
+    )
 
 
 def _sampled_files(index: Index, full: bool) -> list[int]:
@@ -165,5 +182,15 @@ def _sample_slice(out: SourceReport, raw: RawSlice, pipeline: Pipeline, file: in
     block: Any = pipeline.row_stage(staged.table)
     out.dropped += staged.dropped
     out.tokens = np.concatenate([out.tokens, block.meta["tokens"]])
+    out.image_ends = np.concatenate([out.image_ends, _image_ends(block, pipeline)])
     for _, reason in (*raw.bad, *staged.bad, *block.bad):
         reasons[reason] = reasons.get(reason, 0) + 1
+
+
+def _image_ends(block: Any, pipeline: Pipeline) -> np.ndarray:
+    """Return the number of tokens up to the end of the last image of every sample, 0 for one without images."""
+    ends = np.zeros(len(block), np.int64)
+    if any(t.kind == "images" for t in pipeline.transforms):
+        offset, out = block.meta["image_offset"], block.meta["image_tokens"]
+        np.maximum.at(ends, np.repeat(np.arange(len(block)), offset.lengths), offset.values + out.values)
+    return ends

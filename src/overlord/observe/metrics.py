@@ -13,18 +13,21 @@ from overlord.planner.spec import Mixed
 
 if TYPE_CHECKING:
     from overlord.planner.planner import Planner
+    from overlord.planner.spec import Ledger
     from overlord.runtime.planneractor import Counted
 
 
-def job_metrics(planner: Planner | Counted, figures: Mapping[str, Any], sources: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def job_metrics(
+    planner: Planner | Counted, figures: Mapping[str, Any], sources: Mapping[str, Mapping[str, Any]], on_long: str
+) -> dict[str, Any]:
     """Steps, samples and tokens, what each source gave, the mix of the last steps, reports, memory. ``sources``: by name, what of storage
     and images its readers count, at nothing: it is told where none of them answers, too."""
-    totals, names, roles = planner.ledger, list(sources), pss_by_role(figures)
+    totals, names, roles = planner.totals, list(sources), pss_by_role(figures)
     return {
         "planned_steps": planner.next_step,
         "samples": int(totals.samples.sum()),
         "tokens": int(totals.tokens.sum()),
-        "sources": _by_source(planner, figures, sources),
+        "sources": _by_source(planner, totals, figures, sources, on_long),
         "mix": mix_by_step(totals.mixed, names),
         "feedback": planner.feedback,
         "memory": {**figures["memory"], "pss": sum(roles.values()), "roles": roles},
@@ -53,15 +56,15 @@ def _apart(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _by_source(
-    planner: Planner | Counted, figures: Mapping[str, Any], sources: Mapping[str, Mapping[str, Any]]
+    planner: Planner | Counted, totals: Ledger | Counted, figures: Mapping[str, Any], sources: Mapping[str, Mapping[str, Any]], on_long: str
 ) -> dict[str, dict[str, Any]]:
-    totals, dropped = planner.ledger, planner.dropped
     drawn = max(1, int(totals.samples.sum()))
     weights = list(planner.weights) or [0.0] * len(sources)
     stats: dict[str, dict[str, Any]] = {
         name: {
             "wanted": w / (sum(weights) or 1.0), "realised": int(totals.samples[i]) / drawn, "samples": int(totals.samples[i]),
-            "tokens": int(totals.tokens[i]), "quarantined": int(totals.quarantined[i]), "dropped": dropped[i],
+            "tokens": int(totals.tokens[i]), "quarantined": int(totals.quarantined[i]),
+            **losses(int(totals.dropped[i]), int(totals.long[i]), int(totals.lost_tokens[i]), on_long),
             "read_s": 0.0, "transform_s": 0.0, "ready": 0, **dict.fromkeys(BYTES, 0), "shadow_bytes": 0, "bytes": 0, **at_nothing,
         }
         for i, ((name, at_nothing), w) in enumerate(zip(sources.items(), weights, strict=True))
@@ -77,6 +80,18 @@ def _by_source(
     for row in figures.get("shadows", ()):  # apart: they are the price of going on without a pause
         stats[row["source"]]["shadow_bytes"] += sum(row[what] for what in BYTES)
     return stats
+
+
+def losses(filtered: int, long: int, lost: int, on_long: str) -> dict[str, int]:
+    """Return the losses of a source so far, as documents and as tokens.
+
+    ``dropped``: rows without a sample, by a filter or ``on_long="drop"``; ``cut``: documents that ``on_long="truncate"`` cut.
+    """
+    cut = on_long == "truncate"
+    return {
+        "dropped": filtered + (0 if cut else long), "cut": long if cut else 0,
+        "cut_tokens": lost if cut else 0, "dropped_tokens": 0 if cut else lost,
+    }  # fmt: skip
 
 
 def added_up(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

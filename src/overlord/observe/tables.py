@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from overlord.observe.explaintext import waits
+from overlord.planner.losses import share
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -27,6 +28,7 @@ SOURCES = 24  # of a plan's mix that are named
 CELLS = 8  # microbatches of a bucket that are shown
 DECISIONS = 12  # of scaling, the last, at the end of a run
 REASONS = 5
+LOST = {"truncate": "cut", "drop": "dropped"}  # by ``on_long``: what happens to tokens that no sample has
 
 
 def bar(value: float, most: float, width: int) -> str:
@@ -70,11 +72,15 @@ def waiting(err: Console, what: str, total: int) -> Iterator[Callable[[Any], Non
 
 def run_view(job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Sequence[Mapping[str, Any]]) -> RenderableType:
     """How a run ended: the mix, what it cost, and which rows were refused and why."""
-    head = ("source", "wanted", "realised", "samples", "tokens", "quarantined", "dropped")
+    what = LOST.get(job.on_long, "")
+    head = ("source", "wanted", "realised", "samples", "tokens", "quarantined", "dropped", *([f"{what} tokens"] if what else []))
     rows = [
-        (name, f"{w / meter.steps:.2%}", f"{n / meter.samples.sum():.2%}", f"{n:,}", f"{t:,}", f"{s['quarantined']:,}", f"{s['dropped']:,}")
+        (
+            name, f"{w / meter.steps:.2%}", f"{n / meter.samples.sum():.2%}", f"{n:,}", f"{t:,}", f"{s['quarantined']:,}",
+            f"{s['dropped']:,}", *([tokens_lost(s["tokens"], s[f"{what}_tokens"])] if what else []),
+        )
         for (name, s), w, n, t in zip(metrics["sources"].items(), meter.wanted, meter.samples, meter.source_tokens, strict=False)
-    ]
+    ]  # fmt: skip
     memory = {k: v for k, v in metrics["memory"].items() if k not in ("pss", "roles", "budget")}
     peak = max(meter.peak_pss, metrics["memory"]["pss"])  # the meter sees this process, at every step; metrics all, at the end
     facts = [
@@ -87,6 +93,11 @@ def run_view(job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Seq
     if quarantine:
         parts += [Text(""), Text("quarantined rows, the last ones:"), *(Text(_refused(q)) for q in quarantine[-REASONS:])]
     return Group(*parts)
+
+
+def tokens_lost(tokens: int, lost: int) -> str:
+    """Return the number of lost tokens, and their share of the delivered and lost ones."""
+    return f"{lost:,} ({share(tokens, lost):.1%})" if lost else "0"
 
 
 def scaling_facts(scaling: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -127,6 +138,8 @@ def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
             looked = f"looked at {r.sampled_rows:,} rows in {r.sampled_files:,} of {r.files:,} files"
             dropped = f", {r.dropped:,} dropped by a filter" if r.dropped else ""
             longer = f", {r.longer:,} longer than the context (on_long: {job.on_long})" if r.longer else ""
+            if r.lost:
+                longer += f": {r.lost:,} of {r.all_tokens:,} tokens {LOST[job.on_long]} ({r.lost / r.all_tokens:.1%})"
             parts.append(Text.assemble((r.name, "bold"), f"  {_spread(r.tokens)}{longer}; columns {columns}; {looked}{dropped}"))
             parts += [Text(f"  bad: {reason}") for reason in r.reasons()]
     return Group(*parts)

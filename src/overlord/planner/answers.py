@@ -134,9 +134,10 @@ class Answers:
         return self._mixture.in_time(report)
 
     @property
-    def dropped(self) -> list[int]:
-        """Rows that filters dropped, in windows behind the samples drawn so far."""
-        return self.ledger.see_dropped([s.dropped for s in self._streams]).tolist()
+    def totals(self) -> Ledger:
+        """Return the ledger with all that the streams have passed, also at the end of a source after its last step."""
+        self.ledger.see_passed([s.passed for s in self._streams])
+        return self.ledger
 
     def waits_for(self) -> list[str]:
         """Sources that the next step is waiting for."""

@@ -182,7 +182,7 @@ class Planner(Leaving):
         if self._finished:
             return []  # nothing is read any more
         cursor, commands = Cursor(*self._state.cursors[i].tolist()), list[Command]()
-        self.ledger.counted_before(i, -self._streams[i].dropped)
+        self.ledger.counted_before(i, self._streams[i].passed, -1)
         self._streams[i] = _stream(self.spec.sources[i], cursor)
         self._generations[i] += 1
         if self._reserve is not None:
@@ -266,7 +266,7 @@ class Planner(Leaving):
         for i, ages in self._replay.items():
             pieces, _ = self._streams[i].take(min(len(ages), self._streams[i].ready))  # the failures on the way are listed already
             self._reserve.pull(i, pieces, Joined([(i, p) for p in pieces]).holders(self._demand.first), ages)
-            self.ledger.counted_before(i, self._streams[i].dropped)
+            self.ledger.counted_before(i, self._streams[i].passed)
         self._replay = {}
         return {}
 
@@ -386,7 +386,7 @@ class Planner(Leaving):
         self._demand.popped(pops)
         self.ledger.count(plan, self._weights, state.active)
         self._see_off(drawn.active)
-        self.ledger.see_dropped([s.dropped for s in self._streams])
+        self.ledger.see_passed([s.passed for s in self._streams])
         self._state = replace(
             state, step=state.step + 1, cursors=cursors, owed=drawn.owed, active=drawn.active, counts=self.ledger.counts(),
             events=still_in_force(state.events, state.step, state.mix_step, self._mixture.lag),

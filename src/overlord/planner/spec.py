@@ -104,26 +104,28 @@ class Mixed:
     tokens: np.ndarray
 
 
-COUNTS = ("samples", "tokens", "quarantined", "dropped")
+COUNTS = ("samples", "tokens", "quarantined", "dropped", "long", "lost_tokens")
+PASSED = ("dropped", "long", "lost_tokens")  # counted by streams as they are passed: rows, documents, tokens
 
 
 class Ledger:
     """Running counts per source, part of the state so that they survive a restart; the last mixes; the rows that failed."""
 
     def __init__(self, state: StreamState, n_sources: int):
-        self.samples, self.tokens, self.quarantined, self.dropped = (
+        self.samples, self.tokens, self.quarantined, self.dropped, self.long, self.lost_tokens = (
             np.array(state.counts.get(name, np.zeros(n_sources)), np.int64) for name in COUNTS
         )  # fmt: skip
         self.mixed: deque[Mixed] = deque(maxlen=KEPT_MIX)
         self.quarantine: deque[Quarantined] = deque(maxlen=KEPT_BAD)
         self.spoiled: dict[tuple[int, Quarantined], None] = {}  # with the step; heard of late, so in no count of a state
         self._listed = int(self.quarantined.sum())  # rows up to the last one listed, in all
-        self._dropped_before = self.dropped.copy()  # what streams count starts at 0
+        self._before = np.stack([self.dropped, self.long, self.lost_tokens], axis=1)  # what streams count starts at 0
 
     def widen(self) -> None:
         """One more source."""
-        for name in (*COUNTS, "_dropped_before"):
+        for name in COUNTS:
             setattr(self, name, np.append(getattr(self, name), 0))
+        self._before = np.append(self._before, np.zeros((1, len(PASSED)), np.int64), axis=0)
 
     def count(self, plan: LoadingPlan, weights: Sequence[float], active: Sequence[bool]) -> None:
         n = len(self.samples)
@@ -159,13 +161,14 @@ class Ledger:
         late = sorted(self.spoiled, key=lambda s: (s[0], s[1].source, s[1].epoch, s[1].file, s[1].row, s[1].part, s[1].reason))
         return [*self.quarantine, *(bad for _, bad in late)]
 
-    def counted_before(self, i: int, dropped: int) -> None:
-        """These drops of a source were counted before the restart."""
-        self._dropped_before[i] -= dropped
+    def counted_before(self, i: int, passed: Sequence[int], sign: int = 1) -> None:
+        """Leave out what the stream of a source has passed so far: it was counted before the restart. ``sign=-1``: keep it, since
+        another stream takes its place and counts from 0."""
+        self._before[i] -= sign * np.array(passed, np.int64)
 
-    def see_dropped(self, dropped: Sequence[int]) -> np.ndarray:
-        self.dropped[:] = self._dropped_before + dropped
-        return self.dropped
+    def see_passed(self, passed: Sequence[tuple[int, ...]]) -> None:
+        """Bring the counts of ``PASSED`` up to date with what the stream of every source has passed."""
+        self.dropped, self.long, self.lost_tokens = np.ascontiguousarray((self._before + np.array(passed, np.int64)).T)
 
     def counts(self) -> dict[str, np.ndarray]:
         return {name: getattr(self, name).copy() for name in COUNTS}

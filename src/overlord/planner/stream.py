@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from overlord.errors import SourceError
 from overlord.messages import Announce, Cursor, Found
-from overlord.sample import Column, Ragged, cut_rows, join_rows, no_items, take_rows
+from overlord.planner.founds import concat, last_key, rank_of_bad, rank_of_long, sorted_found, split, take
+from overlord.sample import Column, Ragged, cut_rows, join_rows, no_items
 
 
 @dataclass(slots=True, eq=False)
@@ -29,11 +30,17 @@ class _Segment:
     bad_at: np.ndarray  # how many samples of the segment stand before each quarantined row
     ids: np.ndarray  # int64 [n, 3]: file, row and part of each, side by side, since steps are joined of hundreds of short runs
     size: int
+    long_at: np.ndarray  # how many samples of the segment stand before each long document
     start: int = 0  # samples already taken
 
     @property
     def left(self) -> int:
         return self.size - self.start
+
+    @property
+    def trails(self) -> bool:
+        """Return whether rows without a sample may follow its last sample."""
+        return len(self.bad_at) > 0 or (len(self.long_at) > 0 and int(self.long_at[-1]) >= self.size)
 
 
 @dataclass(slots=True, eq=False)
@@ -72,16 +79,23 @@ class SourceStream:
         self._segments: deque[_Segment] = deque()
         self._ready = 0
         self._epoch_has_sample = cursor.file >= 0
+        self._epoch_long = 0  # documents of the epoch being merged that lost tokens
         self._bad_run, self._bad_said = 0, ""  # failures in a row; what was wrong with the last
         self._exhausted = epochs is not None and cursor.epoch >= epochs
         self._failed: dict[int, tuple[tuple[int, int, int], Exception]] = {}  # loader -> the window it cannot go on from, and why
         self._drops: deque[tuple[Cursor, int]] = deque()  # rows that filters dropped in windows not yet behind the samples taken
         self.error: Exception | None = None  # the stream breaks behind the ready samples
         self.dropped = 0  # in windows behind the samples taken
+        self.long = self.lost = 0  # documents that lost tokens up to the last sample taken, and how many tokens
 
     @property
     def ready(self) -> int:
         return self._ready
+
+    @property
+    def passed(self) -> tuple[int, int, int]:
+        """Rows that filters dropped, documents that lost tokens to ``on_long``, and these tokens: so far (``spec.PASSED``)."""
+        return self.dropped, self.long, self.lost
 
     @property
     def ended(self) -> bool:
@@ -153,40 +167,39 @@ class SourceStream:
         bound = None  # the smallest last key among loaders that may still announce
         for share, is_closed in zip(shares, closed, strict=True):
             if not is_closed:
-                last = _last_key(share.parts)
+                last = last_key(share.parts)
                 if last is None:
                     return
                 bound = last if bound is None else min(bound, last)
         picked, loaders = [], []
         for ordinal, share in enumerate(shares):
-            final, share.parts = _split(share.parts, bound)
+            final, share.parts = split(share.parts, bound)
             picked += final
             loaders += [np.full(len(f), ordinal) for f in final]
         if picked:
-            found = _concat(picked)
-            order = np.lexsort((found.part, found.row, found.file, found.key))
-            bad = np.lexsort((found.bad_row, found.bad_file, found.bad_key))
-            self._append(_take(found, order, bad), np.concatenate(loaders)[order])
+            found, order = sorted_found(concat(picked))
+            self._append(found, np.concatenate(loaders)[order])
 
     def _append(self, found: Found, loader: np.ndarray | int) -> None:
         if self.error is not None:
             return  # the stream broke in a part before this one
         if found.dropped:
             self._drops.append((self._at, found.dropped))
-        if not len(found) and not len(found.bad_key):
+        if not len(found) and not len(found.bad_key) and found.long is None:
             return
-        bad_at = _rank_of_bad(found)
+        self._epoch_long += 0 if found.long is None else len(found.long)
+        bad_at = rank_of_bad(found)
         stop = self._check_bad(found, bad_at)
         if stop is not None:
             goods, bads = stop
-            found = _take(found, np.arange(goods), np.arange(bads))
+            found = take(found, np.arange(goods), np.arange(bads))
             loader, bad_at = loader if isinstance(loader, int) else loader[:goods], bad_at[:bads]
         tokens = np.zeros(len(found) + 1, np.int64)
         lengths = found.meta["tokens"]
         assert isinstance(lengths, np.ndarray)
         np.cumsum(lengths, out=tokens[1:])
         ids = np.stack([found.file, found.row, found.part], axis=1, dtype=np.int64)
-        self._segments.append(_Segment(self._at, found, loader, tokens, bad_at, ids, len(found)))
+        self._segments.append(_Segment(self._at, found, loader, tokens, bad_at, ids, len(found), rank_of_long(found)))
         self._ready += len(found)
         self._epoch_has_sample |= len(found) > 0
 
@@ -222,13 +235,18 @@ class SourceStream:
         if self._at.group < self._n_groups:
             return
         if not self._epoch_has_sample:
-            self.error = SourceError(
-                self.name, f"epoch {at.epoch} gave no sample: every row was quarantined or dropped by a filter{self._bad_said}",
-                remedy="look at session.quarantine() and at the source's filters",
-            )  # fmt: skip
+            self.error = self._no_sample(at.epoch)
             return
-        self._at, self._epoch_has_sample = Cursor(epoch=at.epoch + 1), False
+        self._at, self._epoch_has_sample, self._epoch_long = Cursor(epoch=at.epoch + 1), False, 0
         self._exhausted = self._epochs is not None and self._at.epoch >= self._epochs
+
+    def _no_sample(self, epoch: int) -> SourceError:
+        lost = f"epoch {epoch} gave no sample: every row was quarantined or dropped by a filter"
+        remedy = "look at session.quarantine() and at the source's filters"
+        if n := self._epoch_long:
+            lost += f", or is longer than the context (on_long='drop'; {n:,} document{'s' * (n > 1)})"
+            remedy = "raise the context, or let on_long split long documents; " + remedy
+        return SourceError(self.name, lost + self._bad_said, remedy=remedy)
 
     def behind(self) -> list[int]:
         """Loaders whose word is missing before more samples become final, those that will never speak again among them."""
@@ -252,15 +270,28 @@ class SourceStream:
                 pieces.append(Piece(segment.at, segment.found, segment.loader, segment.ids, a, b))
             if len(segment.bad_at):
                 bad += _bad_rows(segment, np.flatnonzero((segment.bad_at < b) & (segment.bad_at >= a)))
+            self._count_long(segment, a, b)
             n -= b - a
             # A used-up segment is left only to reach the next sample, so that failures behind the last one stay unlisted.
-            if b == segment.size and (n > 0 or not len(segment.bad_at)):
+            if b == segment.size and (n > 0 or not segment.trails):
                 bad += _bad_rows(segment, np.flatnonzero(segment.bad_at >= b))
+                self._count_long(segment, b)
                 self._segments.popleft()
         # A window's drops count when a later one is drawn from: a restored stream reads the window of its cursor again.
         while pieces and self._drops and self._drops[0][0] < pieces[-1].at:
             self.dropped += self._drops.popleft()[1]
         return pieces, bad
+
+    def _count_long(self, segment: _Segment, start: int, stop: int | None = None) -> None:
+        """Count the documents that lost tokens before samples ``start`` to ``stop`` of a segment, or up to its end. One that was cut
+        counts with its sample, one that was dropped with the next sample: so a restored stream counts each once."""
+        if (long := segment.found.long) is None:
+            return
+        mine = segment.long_at >= start
+        if stop is not None:
+            mine &= segment.long_at < stop
+        self.long += int(mine.sum())
+        self.lost += int(long.lost[mine].sum())
 
     def ahead(self) -> list[Piece]:
         """Everything that is ready, left where it is."""
@@ -268,11 +299,13 @@ class SourceStream:
 
     def rest(self) -> list[BadRow]:
         """Failures behind the last sample taken: of an exhausted source those at its end, of a broken one those that broke it.
-        Said once, at the end; drops are counted to the end too."""
+        Said once, at the end; drops are counted to the end too, and long documents if no sample is left untaken."""
         if self.error is None and (self._ready or not self._exhausted):
             return []
         self.dropped += sum(n for _, n in self._drops)
         self._drops.clear()
+        for s in self._segments if not self._ready else ():
+            self._count_long(s, s.start)
         return [row for s in self._segments for row in _bad_rows(s, np.flatnonzero(s.bad_at >= s.start))]
 
     def check(self) -> None:
@@ -301,57 +334,3 @@ def step_meta(pieces: Sequence[Piece]) -> dict[str, Column]:
 def _bad_rows(segment: _Segment, which: np.ndarray) -> list[BadRow]:
     f = segment.found
     return [(segment.at.epoch, int(f.bad_file[j]), int(f.bad_row[j]), f.bad_reason[j]) for j in which.tolist()]
-
-
-def _rank_of_bad(found: Found) -> np.ndarray:
-    """How many samples stand before each quarantined row: by key, then file and row."""
-    if not len(found.bad_key):
-        return np.zeros(0, np.int64)
-    key = np.concatenate([found.key, found.bad_key])
-    file, row = np.concatenate([found.file, found.bad_file]), np.concatenate([found.row, found.bad_row])
-    order = np.lexsort((row, file, key))
-    is_bad = order >= len(found.key)
-    return np.cumsum(~is_bad)[is_bad]
-
-
-def _last_key(parts: list[Found]) -> int | None:
-    keys = [int(k[-1]) for part in parts for k in (part.key, part.bad_key) if len(k)]
-    return max(keys) if keys else None
-
-
-def _split(parts: list[Found], bound: int | None) -> tuple[list[Found], list[Found]]:
-    """Parts before a key, and the rest. Rows of the key itself wait: a row of equal key may still be announced before them."""
-    if bound is None:
-        return parts, []
-    final, rest = [], []
-    for part in parts:
-        a = int(np.searchsorted(part.key, np.uint64(bound), side="left"))
-        b = int(np.searchsorted(part.bad_key, np.uint64(bound), side="left"))
-        if a == len(part.key) and b == len(part.bad_key):
-            final.append(part)
-        elif a == 0 and b == 0:
-            rest.append(part)
-        else:
-            final.append(_take(part, np.arange(a), np.arange(b)))
-            rest.append(replace(_take(part, np.arange(a, len(part)), np.arange(b, len(part.bad_key))), dropped=0))
-    return final, rest
-
-
-def _take(found: Found, rows: np.ndarray, bad: np.ndarray) -> Found:
-    return Found(
-        found.key[rows], found.file[rows], found.row[rows], found.part[rows], {n: take_rows(c, rows) for n, c in found.meta.items()},
-        found.bad_key[bad], found.bad_file[bad], found.bad_row[bad], tuple(found.bad_reason[j] for j in bad.tolist()), found.dropped,
-    )  # fmt: skip
-
-
-def _concat(parts: list[Found]) -> Found:
-    def join(name: str) -> np.ndarray:
-        return np.concatenate([getattr(p, name) for p in parts])
-
-    full = [p for p in parts if len(p)] or parts[:1]
-    meta = {n: join_rows([p.meta[n] for p in full]) for n in full[0].meta}
-    reasons = tuple(r for p in parts for r in p.bad_reason)
-    return Found(
-        join("key"), join("file"), join("row"), join("part"), meta,
-        join("bad_key"), join("bad_file"), join("bad_row"), reasons, sum(p.dropped for p in parts),
-    )  # fmt: skip

@@ -13,6 +13,7 @@ from overlord.job import Job, Source, did_you_mean
 from overlord.messages import Finish, Report, SetMixture, Skip, SourceLost
 from overlord.planner.events import Event, Log, said_of_all
 from overlord.planner.feedback import checked, promised
+from overlord.planner.losses import Losses
 from overlord.planner.schedule import plain
 from overlord.runtime.partitioning import joining
 
@@ -43,6 +44,7 @@ class Changes:
     _lock: threading.RLock
     _learns: bool
     _log: Log
+    _losses: Losses
     _lost: dict[str, SourceLost]
     _moving: threading.Lock
     _options: Options
@@ -95,6 +97,17 @@ class Changes:
         self._host.settle()
         self._host.event(event)
         self._note(event)
+
+    def _listen_to(self, host: Engine) -> None:
+        host.on_lost.append(self._source_lost)
+        host.on_late.append(self._note)
+        host.on_stage.append(lambda stage: self._warn_of_losses(stage.after))
+
+    def _warn_of_losses(self, after: StreamState) -> None:
+        """Warn once of each source that loses many tokens to ``on_long``. A planner in another process sends the steps that need it."""
+        job = (self._joining or self._blueprint).job
+        for words in self._losses.warnings(after.counts, job.names, job.on_long, job.batch.context):
+            log.warning("%s", words)
 
     def _note(self, event: Event) -> None:
         """From the pump, and of a planner elsewhere also from where its news are heard."""

@@ -21,6 +21,7 @@ from overlord.errors import ActorLost, JournalError, OverlordError
 from overlord.messages import Finish, Report, SetMixture, Skip, Stage, StreamState
 from overlord.observe.memory import pss_bytes
 from overlord.planner.events import lost
+from overlord.planner.losses import Losses
 from overlord.planner.spec import Mixed, NewSource, Quarantined, SourceSpec
 from overlord.recovery.replay import Recovered
 from overlord.runtime.hostactor import Events
@@ -43,19 +44,21 @@ for _cls in (Mixed, NewSource, Quarantined, SourceSpec):
 @register
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Counted:
-    """What a planner has counted, of one moment: as ``Planner`` and its ``ledger`` say it."""
+    """Counts of a planner at one moment, with the names of ``Planner`` and its ``totals``."""
 
     next_step: int
     samples: np.ndarray
     tokens: np.ndarray
     quarantined: np.ndarray
-    dropped: tuple[int, ...]
+    dropped: np.ndarray
+    long: np.ndarray
+    lost_tokens: np.ndarray
     mixed: tuple[Mixed, ...]
     weights: tuple[float, ...]
     feedback: Mapping[str, int]
 
     @property
-    def ledger(self) -> Counted:
+    def totals(self) -> Counted:
         return self
 
 
@@ -75,6 +78,7 @@ class PlannerActor:
         self._acked = -2
         self._said: list[Any] = []  # events in the journal of planners before this one, that it went on from, and its own
         self._watched = kit.watched
+        self._losses = Losses()
 
     # the launching process
 
@@ -212,7 +216,8 @@ class PlannerActor:
         return self._events.answer()
 
     def _staged(self, stage: Stage) -> None:
-        if self._watched:
+        assert isinstance(stage.after, StreamState)
+        if self._losses.found(stage.after.counts) or self._watched:  # the launching process warns of losses
             self._events.put(("staged", stage.plan.step, stage.after, stage.skipped))
 
     def _taken(self, rank: int, step: int) -> None:
@@ -349,10 +354,9 @@ class PlannerActor:
 
     def _counted(self) -> Counted:
         p = self._host.planner
-        totals = p.ledger
+        totals = p.totals
         return Counted(
-            next_step=p.next_step, samples=totals.samples.copy(), tokens=totals.tokens.copy(), quarantined=totals.quarantined.copy(),
-            dropped=tuple(map(int, p.dropped)), mixed=tuple(totals.mixed), weights=tuple(map(float, p.weights)), feedback=p.feedback,
+            next_step=p.next_step, mixed=tuple(totals.mixed), weights=tuple(map(float, p.weights)), feedback=p.feedback, **totals.counts()
         )  # fmt: skip
 
     # the end

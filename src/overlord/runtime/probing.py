@@ -47,8 +47,9 @@ class Bounds:
 
 
 def fingerprint_of(kit: SourceKit) -> str:
-    """What a profile is a profile of: files, transforms and the size of a slice."""
-    return digest(kit.index.fingerprint, kit.pipeline.fingerprint, str(kit.read.slice_rows), str(kit.pipeline.context))
+    """Return a digest of all that costs depend on: files, transforms, the size of a slice, the context and ``on_long``."""
+    pipeline = kit.pipeline
+    return digest(kit.index.fingerprint, pipeline.fingerprint, str(kit.read.slice_rows), str(pipeline.context), pipeline.on_long)
 
 
 def machine() -> str:

@@ -125,7 +125,7 @@ class Questions:
     def _metrics(self) -> dict[str, Any]:
         figures = self._host.figures()
         planner = counted(self._host)
-        found = job_metrics(planner, figures, self._blueprint_of(len(planner.ledger.samples)).at_nothing())
+        found = job_metrics(planner, figures, self._blueprint_of(len(planner.totals.samples)).at_nothing(), self.job.on_long)
         for name, event in self._lost.items():
             found["sources"].get(name, {})["lost"] = {"step": event.at, "reason": event.reason}
         found["memory"]["budget"] = self._budget()

@@ -19,6 +19,7 @@ from overlord.hashing import digest
 from overlord.job import Job
 from overlord.messages import StreamState
 from overlord.planner.events import Log, lost
+from overlord.planner.losses import Losses
 from overlord.planner.schedulebase import learns
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.changes import Changes
@@ -69,6 +70,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         self._learns = learns(job.mixture)
         self._refused = 0  # reports that raised, or were used in part
         self._warned = self._learns or not callable(job.mixture)
+        self._losses = Losses()
         self._started = time.monotonic()
         self._pump = Pump(job.name)
         beginning = beginning or Beginning()
@@ -77,8 +79,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         try:
             self._let_go = keep(runtime, blueprint.options.address)
             self._host = make_engine(runtime, blueprint.floored(beginning.floor), state, self._pump)
-            self._host.on_lost.append(self._source_lost)
-            self._host.on_late.append(self._note)
+            self._listen_to(self._host)
             self._start_state = self._host.planner.state()
             self._lost = {event.name: event for event in lost(self._start_state.events)}
             beginning.write(self._host, blueprint)
@@ -298,8 +299,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             self._pump.ask(lambda: old.stop(), "the old cores to stop")
             old.journal = UNWRITTEN
             host = self._new_engine(blueprint, state)
-            host.on_lost.append(self._source_lost)
-            host.on_late.append(self._note)
+            self._listen_to(host)
             self._pump.ask(lambda: Beginning(self._journal, anew=True).write(host, blueprint), "the journal", MOVE_S)
             if self._serving is not None:
                 self._serving.furnish(host)

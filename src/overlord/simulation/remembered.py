@@ -90,7 +90,8 @@ class RememberingReader(SourceReader):
         (table,) = tables
         if (whole := self._memory.samples.get(id(table))) is None:
             whole = self._memory.samples[id(table)] = super()._row_stage(tables, np.arange(table.num_rows))
-            assert len(whole.index) == table.num_rows, "every row is a sample"
+            assert len(whole.index) == table.num_rows, "every row is one sample: none is split, dropped or quarantined"
+            assert not len(whole.long), "long documents are not remembered"
         meta = {name: take_rows(column, at) for name, column in whole.meta.items()}
         return Block(index=np.arange(len(at)), part=whole.part[at], tokens=whole.tokens.take(at), meta=meta, bad=[])
 
@@ -106,6 +107,7 @@ class RememberingReader(SourceReader):
             return found
         window.position += found[0].rows
         window.dropped = 0
+        self.stats.evaluated += found[0].rows
         self.stats.samples += len(found[0].found)
         if window.position == len(window.key):
             self._window, self.stats.raw_bytes = None, 0

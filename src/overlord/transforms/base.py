@@ -59,6 +59,10 @@ class Staged:
     dropped: int = 0  # rows a Filter dropped: counted, never quarantined
 
 
+def _none() -> np.ndarray:
+    return np.zeros(0, np.int64)
+
+
 @dataclass(slots=True, eq=False)
 class Block:
     """Samples in stream order of their rows, ready for the loader's buffer."""
@@ -71,6 +75,8 @@ class Block:
     items: Items | None = None  # images of the samples; None: the source has none
     image_bytes_in: int = 0  # of their files
     image_bytes_out: int = 0  # of their pixels
+    long: np.ndarray = field(default_factory=_none)  # int64: input rows that lost tokens to ``on_long``, ascending
+    lost: np.ndarray = field(default_factory=_none)  # int64: how many each lost
 
     def __len__(self) -> int:
         return len(self.index)

@@ -184,7 +184,8 @@ def run_images(frame: Frame, spec: Images, *, context: int, on_long: str) -> Non
     late: Bad = {}
     if on_long == "split":  # the pieces behind the first have no items: a placeholder there would stand for nothing
         for k in np.flatnonzero(offset + out > context):
-            late.setdefault(int(laid.row[k]), f"an image ends at token {offset[k] + out[k]}, behind the first piece of {context}")
+            end = f"an image ends at token {offset[k] + out[k]}, behind the first piece of {context}"
+            late.setdefault(int(laid.row[k]), f"{end}; on_long='split' keeps images in the first piece")
     patches = np.fromiter((p.shape[0] for p in laid.prefix), np.int64, len(laid.prefix))
     mine = offset < context if on_long == "truncate" else np.ones(len(offset), bool)  # of an image cut off whole nothing is left to encode
     starts = np.zeros(len(ids) + 1, np.int64)

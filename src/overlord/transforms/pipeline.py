@@ -52,6 +52,7 @@ from overlord.transforms.frame import Frame, join_rows, run_each, run_whole, sai
 from overlord.transforms.imagerows import CHANCE, ITEM, SeenImages, add_items, check_images, find_images, run_images
 from overlord.transforms.images import META, Images
 from overlord.transforms.losses import check_map, refused_columns
+from overlord.transforms.long import cut_rows, lost_tokens, too_long
 from overlord.transforms.text import Encoder, Tokenize, build_encoder, same_content
 
 IDS = "tokens"  # the column that holds the ids, whatever it was called in the file
@@ -159,22 +160,16 @@ class Pipeline:
         for i in np.flatnonzero(lengths == 0):
             bad.setdefault(int(i), "no tokens")
         if self.on_long == "quarantine":
-            for i in np.flatnonzero(lengths > self.context):
-                bad.setdefault(int(i), f"{lengths[i]} tokens are more than the context of {self.context}")
+            bad = too_long(lengths, self.context) | bad
         keep = frame.report(bad)
-        starts, lengths = tokens.offsets[:-1][keep], lengths[keep]
-        pieces = np.ones(len(keep), np.int64)
-        if self.on_long == "truncate":
-            lengths = np.minimum(lengths, self.context)
-        elif self.on_long == "split":
-            pieces = -(-lengths // self.context)
-        kept = np.repeat(np.arange(len(keep)), pieces)  # of every sample: its row among the kept ones
-        part = np.arange(len(kept)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        size = np.minimum(lengths[kept] - part * self.context, self.context)
-        offsets = np.zeros(len(kept) + 1, np.int64)
-        np.cumsum(size, out=offsets[1:])
-        packed = Ragged(_gather(tokens.values, starts, lengths), offsets)
-        return self._block(frame, keep[kept], part.astype(np.int32), size, packed)
+        lost = lost_tokens(lengths[keep], self.context, self.on_long)
+        rows, lost = keep[lost > 0], lost[lost > 0]
+        if self.on_long == "drop":
+            keep = keep[lengths[keep] <= self.context]
+        found = cut_rows(tokens, keep, self.context, self.on_long)
+        block = self._block(frame, found.row, found.part, found.size, found.tokens)
+        block.long, block.lost = frame.index[rows], lost
+        return block
 
     def _block(self, frame: Frame, row: np.ndarray, part: np.ndarray, size: np.ndarray, tokens: Ragged) -> Block:
         """``row``: of every sample, its row in the frame's table."""
@@ -410,17 +405,6 @@ def _nothing(names: Sequence[str], bad: list[tuple[int, str]]) -> Block:
     meta: dict[str, Column] = dict.fromkeys(("tokens", "bytes", *names), none)
     # uint8: joined with any other ids, it leaves their type as it is
     return Block(none, np.zeros(0, np.int32), Ragged(np.zeros(0, np.uint8), np.zeros(1, np.int64)), meta, sorted(bad))
-
-
-def _gather(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The given ranges, in order and joined; runs of ranges that touch are moved whole, and a single run is a view."""
-    if not len(starts):
-        return values[:0]
-    stops = starts + lengths
-    breaks = np.flatnonzero(starts[1:] != stops[:-1])
-    first, last = starts[np.r_[0, breaks + 1]], stops[np.r_[breaks, len(stops) - 1]]
-    runs = [values[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)]
-    return runs[0] if len(runs) == 1 else np.concatenate(runs)
 
 
 def _tokenize(frame: Frame, text: str, encoder: Encoder) -> None:

@@ -113,7 +113,8 @@ class TransformWorker:
         for name in (n.removeprefix("offsets.") for n in names if n.startswith("offsets.")):
             meta[name] = Ragged(out[f"meta.{name}"], out[f"offsets.{name}"])
         items = Items(Ragged(out["items"], out["items.offsets"]), out["items.counts"]) if "items" in out else None
-        return Block(out["index"], out["part"], Ragged(out["values"], out["offsets"]), meta, reply.bad, items, *reply.image_bytes)
+        ids = Ragged(out["values"], out["offsets"])
+        return Block(out["index"], out["part"], ids, meta, reply.bad, items, *reply.image_bytes, out["long"], out["lost"])
 
     def close(self) -> None:
         """Ends the child: it leaves when its pipe closes, and is killed when it does not."""
@@ -253,6 +254,7 @@ def _work(pipeline: Pipeline, call: Call, rows: np.ndarray | None, table: pa.Tab
     except Exception as fault:
         return Reply(error=[type(fault).__name__, str(fault)]), []
     arrays = {"index": block.index, "part": block.part, "values": block.tokens.values, "offsets": block.tokens.offsets}
+    arrays |= {"long": block.long, "lost": block.lost}
     arrays |= {f"meta.{name}": c.values if isinstance(c, Ragged) else c for name, c in block.meta.items()}
     arrays |= {f"offsets.{name}": c.offsets for name, c in block.meta.items() if isinstance(c, Ragged)}
     if block.items is not None:

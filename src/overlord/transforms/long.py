@@ -1,0 +1,58 @@
+"""Documents longer than the context: which become samples, of which pieces, and how many tokens are lost (``Job.on_long``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from overlord.sample import Ragged
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Samples made of rows of ids. Rows are counted among those that came in."""
+
+    row: np.ndarray  # int64: row of every sample
+    part: np.ndarray  # int32: number of the piece within its row
+    size: np.ndarray  # int64: tokens
+    tokens: Ragged  # starts at 0, nothing unused
+
+
+def too_long(lengths: np.ndarray, context: int) -> dict[int, str]:
+    """Return the reason of quarantine of each row that exceeds the context."""
+    return {int(i): f"{lengths[i]} tokens are more than the context of {context}" for i in np.flatnonzero(lengths > context)}
+
+
+def lost_tokens(lengths: np.ndarray, context: int, on_long: str) -> np.ndarray:
+    """Return how many tokens each row loses: those beyond the context ("truncate"), or all of a longer row ("drop")."""
+    if on_long == "truncate":
+        return np.maximum(lengths - context, 0)
+    return np.where(lengths > context, lengths, 0) if on_long == "drop" else np.zeros_like(lengths)
+
+
+def cut_rows(tokens: Ragged, keep: np.ndarray, context: int, on_long: str) -> Pieces:
+    """Turn the rows ``keep`` into samples of at most ``context`` tokens. The rows that "quarantine" or "drop" refuses are not in it."""
+    starts, lengths = tokens.offsets[:-1][keep], tokens.lengths[keep]
+    pieces = np.ones(len(keep), np.int64)
+    if on_long == "truncate":
+        lengths = np.minimum(lengths, context)
+    elif on_long == "split":
+        pieces = -(-lengths // context)
+    kept = np.repeat(np.arange(len(keep)), pieces)  # of every sample: its row among the kept ones
+    part = np.arange(len(kept)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    size = np.minimum(lengths[kept] - part * context, context)
+    offsets = np.zeros(len(kept) + 1, np.int64)
+    np.cumsum(size, out=offsets[1:])
+    return Pieces(keep[kept], part.astype(np.int32), size, Ragged(_gather(tokens.values, starts, lengths), offsets))
+
+
+def _gather(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The given ranges, in order and joined; runs of ranges that touch are moved whole, and a single run is a view."""
+    if not len(starts):
+        return values[:0]
+    stops = starts + lengths
+    breaks = np.flatnonzero(starts[1:] != stops[:-1])
+    first, last = starts[np.r_[0, breaks + 1]], stops[np.r_[breaks, len(stops) - 1]]
+    runs = [values[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+    return runs[0] if len(runs) == 1 else np.concatenate(runs)
