@@ -144,30 +144,40 @@ def test_the_padded_layout_has_rows_for_hugging_face():
 # torchtitan
 
 
-def test_torchtitan_gets_flat_input_positions_and_shifted_labels():
+def test_torchtitan_gets_one_row_of_input_positions_and_shifted_labels():
     for convention in ("shifted", "unshifted"):
         mb = made([4, 3], convention=convention)
         batch, found = torchtitan.flat(mb)
         assert sorted(batch) == ["input", "positions"]
-        assert batch["input"].tolist() == mb["tokens"].tolist()
-        assert batch["positions"].tolist() == [0, 1, 2, 3, 0, 1, 2]
-        assert found.tolist() == made([4, 3], convention="shifted")["labels"].tolist()
+        assert batch["input"].tolist() == [mb["tokens"].tolist()]
+        assert batch["positions"].tolist() == [[0, 1, 2, 3, 0, 1, 2]]
+        assert found.tolist() == [made([4, 3], convention="shifted")["labels"].tolist()]
+        of_branch, labels_of_branch = torchtitan.flat(mb, batched=False)
+        assert {key: value.tolist() for key, value in of_branch.items()} == {key: value[0].tolist() for key, value in batch.items()}
+        assert labels_of_branch.tolist() == found[0].tolist()
 
 
 def test_torchtitan_is_padded_to_a_fixed_number_of_tokens_as_its_collator_pads():
     mb = made([4, 3])
     batch, found = torchtitan.flat(mb, tokens=10)
-    assert batch["input"].tolist() == [*mb["tokens"].tolist(), 0, 0, 0]
-    assert batch["positions"].tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2]
-    assert found.tolist() == [*mb["labels"].tolist(), -100, -100, -100]
+    assert batch["input"].tolist() == [[*mb["tokens"].tolist(), 0, 0, 0]]
+    assert batch["positions"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]]
+    assert found.tolist() == [[*mb["labels"].tolist(), -100, -100, -100]]
     with pytest.raises(ov.JobError, match="tokens: wanted at least the 7 of the microbatch, found 6; give Batch"):
         torchtitan.flat(mb, tokens=6)
 
 
 def test_torchtitan_gets_pixels_where_there_are_some():
-    mb = made([4]) | {"pixel_values": np.zeros((6, 12), np.float32), "grid_thw": np.array([[1, 2, 3]])}
+    patches = np.arange(96, dtype=np.float32).reshape(8, 12)
+    mb = made([4]) | {"pixel_values": patches, "grid_thw": np.array([[1, 2, 3], [1, 1, 2]])}
     batch, _ = torchtitan.flat(mb)
-    assert {key: tuple(batch[key].shape) for key in ("pixel_values", "grid_thw")} == {"pixel_values": (6, 12), "grid_thw": (1, 3)}
+    assert batch["grid_thw"].tolist() == [[1, 2, 3], [1, 1, 2]]
+    assert batch["pixel_values"].shape == (2, 6, 12), "a row for each image, as long as the largest"
+    assert batch["pixel_values"][0].tolist() == patches[:6].tolist()
+    assert batch["pixel_values"][1].tolist() == [*patches[6:].tolist(), *[[0.0] * 12] * 4]
+    assert torchtitan.flat(mb, batched=False)[0]["pixel_values"].shape == (8, 12)
+    none = {"pixel_values": np.zeros((0, 12), np.float32), "grid_thw": np.zeros((0, 3), np.int64)}
+    assert torchtitan.flat(made([4]) | none)[0]["pixel_values"].shape == (0, 0, 12)
 
 
 # Megatron

@@ -22,6 +22,10 @@ def samples(steps: Any) -> list[set[str]]:
     return [{str(piece.sample) for step in ranks for mb in step for piece in mb.samples} for ranks in steps]
 
 
+def tokens_of(item: Any) -> list[int]:
+    return [t for mb in ([item] if "tokens" in item else item) for t in mb["tokens"].tolist()]
+
+
 def all_ranks(session: ov.Session) -> Any:
     return zip(*[session.client(rank) for rank in range(session.job.place.world_size)], strict=True)
 
@@ -61,6 +65,23 @@ def test_a_distributed_checkpoint_holds_the_state_beside_the_model(tmp_path: Pat
 
 def _stream_of(client: ov.Client, kind: str) -> Any:
     return ot.StatefulLoader(client) if kind == "loader" else client
+
+
+@pytest.mark.filterwarnings("ignore:.*single process.*", "ignore:.*torch.distributed.*")
+@pytest.mark.parametrize("microbatches", [False, True])
+def test_a_loader_is_loaded_from_a_distributed_checkpoint_as_it_is(tmp_path: Path, microbatches: bool):
+    """Nothing wraps it: torchtitan gives its loader to the checkpoint, which asks one that was never iterated for the keys to load."""
+    job = text_job(tmp_path / "data", microbatches=3)
+    with ot.StatefulLoader(job, microbatches=microbatches) as saved:
+        iterator = iter(saved)
+        for _ in range(4):
+            next(iterator)
+        dcp.save({"dataloader": saved}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+        wanted, state = tokens_of(next(iterator)), saved.state_dict()
+    with ot.StatefulLoader(job, microbatches=microbatches) as loaded:
+        assert loaded.state_dict().keys() == state.keys()
+        dcp.load({"dataloader": loaded}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+        assert tokens_of(next(iter(loaded))) == wanted
 
 
 @pytest.mark.filterwarnings("ignore:.*single process.*", "ignore:.*torch.distributed.*")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
+import pickle
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,7 @@ import pytest
 
 import overlord as ov
 import overlord.torch as ot
-from tests.processes import plain
+from tests.processes import plain, until
 from tests.torch.jobs import text_job
 
 torch = pytest.importorskip("torch")
@@ -87,6 +92,7 @@ def test_a_client_is_refused_in_a_worker_with_the_reason(tmp_path: Path):
 
 
 def test_a_worker_is_refused_where_ranks_share_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = refusal(DataLoader(ot.Dataset(text_job(tmp_path, dp=2)), batch_size=None, num_workers=1))
     assert "num_workers: wanted 0 where ranks share a session (WORLD_SIZE=2), found 1" in said
@@ -97,12 +103,15 @@ def test_a_state_of_the_middle_of_a_step_is_refused_by_another_mesh(tmp_path: Pa
     next(iter(first))
     saved = first.state_dict()
     first.close()
-    second = ot.StatefulLoader(text_job(tmp_path, microbatches=3, dp=2), microbatches=True)
-    second.load_state_dict(saved)
-    assert second.state_dict()["plan"] == saved["plan"]
-    with second, pytest.raises(ov.StateMismatch, match=r"the plan of step 0: saved .*, with 1 microbatches handed out.*\n.*same mesh"):
-        next(iter(second))
-    with pytest.raises(ov.StateMismatch, match="one of a Dataset or StatefulLoader: load it there, or give its 'stream'"):
+    with ov.launch(text_job(tmp_path, microbatches=3, dp=2)) as session:
+        second = ot.StatefulLoader(session.client(0), microbatches=True)
+        second.load_state_dict(saved)
+        assert second.state_dict()["plan"] == saved["plan"]
+        for _ in range(2):  # a step that is refused is not lost: asked for again, it is refused again
+            with pytest.raises(ov.StateMismatch, match=r"the plan of step 0: saved .*, with 1 microbatches handed out.*\n.*same mesh"):
+                next(iter(second))
+            assert second.state_dict() == saved
+    with pytest.raises(ov.StateMismatch, match=r"one of a Dataset or StatefulLoader: load it there, or json\.loads its"):
         ov.launch(text_job(tmp_path, microbatches=3), resume=saved)
 
 
@@ -116,9 +125,49 @@ def test_what_is_no_source_of_steps_is_refused(tmp_path: Path):
 def test_the_length_is_known_where_the_job_says_how_many_steps(tmp_path: Path):
     assert len(ot.Dataset(text_job(tmp_path, until=8))) == len(ot.StatefulLoader(text_job(tmp_path, until=8))) == 8
     assert len(DataLoader(ot.Dataset(text_job(tmp_path, until=8)), batch_size=None)) == 8
-    for other in (ot.Dataset(text_job(tmp_path, until="all")), ot.Dataset(text_job(tmp_path), microbatches=True)):
-        with pytest.raises(TypeError, match="until is a number"):
-            len(other)
+    assert len(ot.StatefulLoader(text_job(tmp_path, until=8, microbatches=3), microbatches=True)) == 24
+    for other in (text_job(tmp_path, until="all"), ending(text_job(tmp_path, until=8))):
+        with pytest.raises(TypeError, match=r"until is a number and which has a source with epochs=None"):
+            len(ot.Dataset(other))
+
+
+def ending(job: ov.Job) -> ov.Job:
+    """Its sources end after one pass, so that nobody knows how many steps there are."""
+    return replace(job, sources=[replace(source, epochs=1) for source in job.sources])
+
+
+# trainers that count microbatches
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_grows_is_refused_where_microbatches_are_handed_out(tmp_path: Path, ahead: bool):
+    job = text_job(tmp_path, microbatches=1, context=128)  # 12 documents of 20 tokens in the mean do not fit in
+    words = r"plan of step 0: expected the 1 microbatches of Batch.microbatches, got \d; .*; give Batch\(microbatches=\d\) or more"
+    options = {"device": "cpu"} if ahead else {}
+    with ot.StatefulLoader(job, microbatches=True, **options) as loader:
+        before = loader.state_dict()
+        for _ in range(2):
+            with pytest.raises(ov.PlanError, match=words):
+                next(iter(loader))
+            assert json.loads(loader.state_dict()["stream"])["step"] == 0, "a step that is refused is not behind the trainer"
+        assert before["microbatches"] == 0
+    with ov.launch(job) as session:
+        client = session.client(0)
+        assert len(next(client)) > 1, "whole steps may grow"
+        with pytest.raises(ov.PlanError, match=r"plan of step 1: expected the 1 microbatches"):
+            next(client.microbatches())
+        with pytest.raises(ov.PlanError, match=r"plan of step 2: expected the 1 microbatches"):
+            next(iter(ot.Dataset(client, microbatches=True)))
+        with pytest.raises(ov.PlanError, match=r"plan of step 3: expected the 1 microbatches"):
+            next(ot.DevicePrefetcher(client, "cpu").microbatches())
+
+
+def test_a_step_that_grows_is_refused_by_a_client_of_another_process(tmp_path: Path):
+    job = text_job(tmp_path, microbatches=1, context=128)
+    with ov.launch(job) as session:
+        served = session.serve()
+        with ov.connect(served, 0, served.token) as client, pytest.raises(ov.PlanError, match="expected the 1 microbatches"):
+            next(client.microbatches())
 
 
 # the same protocol, by torchdata's object and by ours
@@ -167,14 +216,33 @@ def test_our_state_is_plain_json_and_may_be_a_clients(tmp_path: Path):
         next(client)
         of_client = client.state_dict()
     with ot.StatefulLoader(job) as loader:
-        assert loader.state_dict() == {"stream": None, "microbatches": 0}
+        assert loader.state_dict() == {"stream": None, "microbatches": 0, "plan": None}
         next(iter(loader))
         saved = json.loads(json.dumps(loader.state_dict()))
-    assert plain(saved["stream"]) == plain(of_client)
-    for state in (saved, of_client):
+    assert plain(json.loads(saved["stream"])) == plain(of_client)
+    older = {"stream": of_client, "microbatches": 0}  # as earlier versions wrote it
+    for state in (saved, of_client, older):
         with ot.StatefulLoader(job) as loader:
             loader.load_state_dict(state)
             assert [tokens_of(step) for step in loader] == wanted[1:]
+
+
+def test_a_loaded_state_travels_to_a_worker_that_is_spawned(tmp_path: Path):
+    job = text_job(tmp_path)
+    with ot.StatefulLoader(job) as loader:
+        next(iter(loader))
+        saved = loader.state_dict()
+    dataset = ot.Dataset(job)
+    dataset.load_state_dict(saved)
+    sent = pickle.loads(pickle.dumps(dataset))
+    assert next(iter(sent)).step == 1
+    sent.close()
+
+
+@pytest.mark.parametrize("state", [7, {"stream": "{"}, {"stream": "[]"}])
+def test_what_is_no_state_is_refused_by_a_loader(tmp_path: Path, state: Any):
+    with pytest.raises(ov.StateMismatch, match=r"save and load what state_dict\(\) gave, unchanged"):
+        ot.StatefulLoader(text_job(tmp_path)).load_state_dict(state)
 
 
 def test_a_state_is_loaded_in_the_middle_of_a_run(tmp_path: Path):
@@ -212,6 +280,36 @@ def test_a_second_iteration_goes_on_where_the_first_stood(tmp_path: Path):
         assert list(loader) == []
 
 
+@pytest.mark.parametrize("microbatches", [False, True])
+@pytest.mark.parametrize("of", ["job", "client", "ahead"])
+def test_a_loader_for_evaluation_starts_every_pass_at_the_first_step(tmp_path: Path, microbatches: bool, of: str):
+    job = text_job(tmp_path, until=3)
+    wanted = wanted_of(job, microbatches)
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(ov.launch(job)).client(0) if of == "client" else job
+        loader = ot.StatefulLoader(source, microbatches=microbatches, rewind=True, **({"device": "cpu"} if of == "ahead" else {}))
+        stack.callback(loader.close)
+        assert [tokens_of(item) for item in loader] == wanted
+        assert [tokens_of(item) for item in loader] == wanted
+        assert [tokens_of(item) for item in islice(loader, 2)] == wanted[:2]  # a pass that is broken off
+        saved = loader.state_dict()
+        assert [tokens_of(item) for item in loader] == wanted
+        loader.load_state_dict(saved)
+        assert [tokens_of(item) for item in loader] == wanted[2:], "a loaded state is where the next pass starts"
+        assert [tokens_of(item) for item in loader] == wanted
+
+
+def test_passes_behind_the_end_are_told_and_then_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Some trainers begin pass after pass for ever where none has an item."""
+    with ot.StatefulLoader(text_job(tmp_path, until=2)) as loader:
+        assert len(list(loader)) == 2
+        assert caplog.text == ""
+        assert list(loader) == []
+        assert "expected another step, got the end of the stream; give rewind=True" in caplog.text
+        with pytest.raises(ov.JobError, match="expected another step, got the end of the stream; give rewind=True"):
+            list(loader)
+
+
 def test_a_second_iteration_goes_on_in_the_middle_of_a_step(tmp_path: Path):
     job = text_job(tmp_path, microbatches=3)
     wanted = wanted_of(job, microbatches=True)
@@ -244,8 +342,17 @@ def test_a_client_is_refused_by_a_worker_that_is_spawned_with_the_reason(tmp_pat
 def test_an_adapter_changes_every_item(tmp_path: Path):
     job = text_job(tmp_path, until=2)
     with ot.StatefulLoader(job, microbatches=True, transform=ot.adapters.torchtitan.flat) as loader:
-        found = [batch["input"].tolist() for batch, labels in loader if labels.shape == batch["positions"].shape]
+        found = [batch["input"][0].tolist() for batch, labels in loader if labels.shape == batch["positions"].shape]
     assert found == wanted_of(job, microbatches=True)
+
+
+def test_a_worker_that_was_refused_ends_by_itself(tmp_path: Path):
+    """Else torch waits for it for seconds where the loader is freed late: at the end of the program, with the error that holds it."""
+    before = set(multiprocessing.active_children())
+    iterator = iter(DataLoader(ot.Dataset(text_job(tmp_path)), batch_size=None, num_workers=2))
+    with pytest.raises(ov.JobError, match="num_workers: wanted 0 or 1, found 2"):
+        next(iterator)
+    until(lambda: set(multiprocessing.active_children()) <= before)
 
 
 def test_reports_reach_the_client(tmp_path: Path):

@@ -135,7 +135,8 @@ def test_steps_with_images_have_their_exchanges_as_tensors(tmp_path: Path, strat
     assert moved.encoder[0]["pixel_values"].device.type == "meta"
     assert moved.encoder[0]["send_splits"].device.type == "cpu"
     if strategy == "per microbatch":
-        assert torch.equal(torchtitan.flat(made[0])[0]["pixel_values"], made.encoder[0]["pixel_values"])
+        assert torch.equal(torchtitan.flat(made[0], batched=False)[0]["pixel_values"], made.encoder[0]["pixel_values"])
+        assert len(torchtitan.flat(made[0])[0]["pixel_values"]) == len(made.encoder[0]["grid_thw"])
         assert huggingface.flattened(made[0])["image_grid_thw"].shape[1] == 3
 
 

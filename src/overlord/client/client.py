@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from overlord.client.step import Microbatch, Step
+from overlord.client.callers import refuse_ahead
+from overlord.client.step import Microbatch, Step, check_count
 from overlord.constructor.builder import Bucket
 from overlord.errors import DataStall, OverlordError
 from overlord.messages import Sealed, StreamState, Told
@@ -89,7 +90,7 @@ class Client:
         export: Callable[[Box, State], dict[str, Any]],
         rewind: Callable[[Mapping[str, Any], tuple[str, ...]], tuple[Box, State]],
         report: Callable[[Box, Any, Any, int], None], start: State, close: Callable[[], None],
-        stall_warn_s: float, stall_limit_s: float, on_stall: Callable[[str, float], None] | None = None,
+        stall_warn_s: float, stall_limit_s: float, on_stall: Callable[[str, float], None] | None = None, microbatches: int | None = None,
     ):  # fmt: skip
         self.rank, self._inbox, self._state = rank, inbox, start
         self._begin: Callable[[], None] | None = begin  # called before the first wait: demand starts the work
@@ -104,10 +105,12 @@ class Client:
         self.waited_s = 0.0  # time the trainer spent waiting here
         self.steps = 0
         self.bytes_fetched = 0  # of arrays, as they travel
+        self.microbatches_per_step = microbatches  # the job's Batch.microbatches, where it is known
         self.world_size: int | None = None  # of the trainers, where whoever opened this client knows it
         self._shared: tuple[ClientPlaceTree | None, tuple[str, ...]] = (None, ())  # mesh and broadcasts, as the last step told them
 
     def __iter__(self) -> Client:
+        refuse_ahead(type(self).__name__)
         return self
 
     def __next__(self) -> Step:
@@ -164,8 +167,12 @@ class Client:
             log.warning("rank %d has waited %.0f s for step %d: %s", self.rank, seconds, self._state.step, words)
 
     def microbatches(self) -> Iterator[Microbatch]:
-        """All microbatches in a row, for trainers that pull them one by one."""
+        """Yield all microbatches in a row, for trainers that take ``Batch.microbatches`` of them for each optimizer step.
+
+        A step with another number of microbatches raises ``PlanError``: such a trainer would mix steps from there on.
+        """
         for step in self:
+            check_count(step, self.microbatches_per_step)
             yield from step
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:

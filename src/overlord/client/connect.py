@@ -16,6 +16,7 @@ from overlord.channel.dialling import AGAIN_S
 from overlord.client.asking import FRONT_DOOR, Asking
 from overlord.client.client import Box, Client, State
 from overlord.client.remote import HOSTS, RemoteInbox
+from overlord.client.world import process_groups
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, LinkRefused, OverlordError, StateMismatch
 from overlord.messages import Sealed
 
@@ -34,7 +35,8 @@ def connect(
     stall_warn_s: float | None = None, stall_limit_s: float | None = None, reconnect_s: float = 60.0,
     on_stall: Callable[[str, float], None] | None = None,
 ) -> Client:  # fmt: skip
-    """The client of one rank of a session that serves elsewhere. Defaults: ``OVERLORD_ADDRESS``, ``RANK``, ``OVERLORD_TOKEN``.
+    """The client of one rank of a session that serves elsewhere. Defaults: ``OVERLORD_ADDRESS``, ``OVERLORD_TOKEN``,
+    and the rank in the process group, or ``RANK``.
 
     ``stall_warn_s``, ``stall_limit_s``: as in ``launch``; by default what the session was launched with. ``on_stall(words,
     seconds)`` is called in place of the warning. ``reconnect_s``: how long to look for a constructor whose link broke.
@@ -67,20 +69,26 @@ def _given(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
     """What was said, or what the environment says; all that is missing at once."""
     address = os.environ.get("OVERLORD_ADDRESS") if address is None else address
     token = os.environ.get("OVERLORD_TOKEN") if token is None else token
-    said = os.environ.get("RANK") if rank is None else rank
+    said = _rank() if rank is None else rank
     problems = []
     if not isinstance(address, str) or not address:
         problems.append(f"address: wanted overlord://host:port/key, as the session printed it, or OVERLORD_ADDRESS, found {address!r}")
     if not isinstance(token, str) or not token:
         problems.append(f"token: wanted what the session printed, or OVERLORD_TOKEN, found {'nothing' if not token else type(token)}")
     try:
-        number = int(said) if isinstance(said, str) else said.__index__()  # type: ignore[union-attr]
+        number = int(said) if isinstance(said, str) else said.__index__()
     except (TypeError, ValueError, AttributeError):
-        problems.append(f"rank: wanted a whole number, or RANK, found {said!r}")
+        problems.append(f"rank: wanted a whole number, a process group, or RANK, found {said!r}")
     if problems:
         raise JobError(problems, "connect")
     # `ov.serve()` gives address and token in one value; a subclass of str must not travel.
     return str.__str__(address), number, str.__str__(token)
+
+
+def _rank() -> Any:
+    """Return the rank in the process group where there is one, else what the environment has as ``RANK``."""
+    groups = process_groups()
+    return os.environ.get("RANK") if groups is None else groups.get_rank()
 
 
 class Away(Box, Protocol):
@@ -105,7 +113,7 @@ class _Connected:
             self._asking.rank, self._inbox(s), begin=lambda: None, consumed=_took, waiting_for=self._why, export=self._export,
             rewind=self._rewind, report=self._report, start=s["state"], close=self._close,
             stall_warn_s=s["stall_warn_s"] if warn_s is None else warn_s, stall_limit_s=s["stall_limit_s"] if limit_s is None else limit_s,
-            on_stall=on_stall,
+            on_stall=on_stall, microbatches=s["microbatches"],
         )  # fmt: skip
         return self._client
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from overlord.constructor.compact import Opened
 from overlord.constructor.views import FIRST, LAST
+from overlord.errors import PlanError
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
@@ -150,3 +151,15 @@ class Step:
 
     def __repr__(self) -> str:
         return f"Step({self.step}, rank {self.rank}, {len(self)} microbatches, {self.global_valid_tokens} valid tokens in all)"
+
+
+def check_count(step: Any, expected: int | None) -> None:
+    """Refuse a step whose number of microbatches is not that of the job, for trainers that count microbatches. None: not known."""
+    if expected is None or len(step) == expected:
+        return
+    grown = f"give Batch(microbatches={len(step)}) or more, fewer samples or tokens, or a larger context" if len(step) > expected else ""
+    raise PlanError(
+        f"expected the {expected} microbatches of Batch.microbatches, got {len(step)}; a trainer with a fixed accumulation count would mix "
+        "this step with others",
+        step.step, f"{grown or 'use a strategy that fills Batch.microbatches'}, or iterate over whole steps",
+    )  # fmt: skip

@@ -275,7 +275,7 @@ class Blueprint:
         if not isinstance(saved, Mapping) or saved.get("version") != STATE_VERSION or "cursors" not in saved:
             found = saved.get("version") if isinstance(saved, Mapping) else type(saved).__name__
             wrapped = isinstance(saved, Mapping) and "stream" in saved
-            remedy = "it is one of a Dataset or StatefulLoader: load it there, or give its 'stream'" if wrapped else OTHER_STATE
+            remedy = "it is one of a Dataset or StatefulLoader: load it there, or json.loads its 'stream'" if wrapped else OTHER_STATE
             raise StateMismatch({"version": (str(found), str(STATE_VERSION))}, remedy)
         try:
             self._check_fingerprint(saved, allow)

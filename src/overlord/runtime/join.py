@@ -1,7 +1,7 @@
-"""``join``: one call in every process of a torchrun job. One rank serves, the others connect: never one pipeline for each rank.
+"""``join``: one call in every process of a distributed job. One rank serves, the others connect: never one pipeline for each rank.
 
-The address and the token travel by torchrun's own rendezvous, so nothing has to be set up. What goes wrong on the rank that
-launches is told to all: nobody waits for a session that will never be.
+The address and the token travel by the store of the process group, or by torchrun's rendezvous. All ranks raise the
+error of a launch that fails on rank 0; none waits for its session.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overlord.channel.codec import decode, encode
 from overlord.channel.frame import pack, unpack
 from overlord.client.client import Client
 from overlord.client.connect import connect
+from overlord.client.world import JOINED, World, world_here
 from overlord.errors import ActorLost, DataStall, JobError
 from overlord.job import Job
 from overlord.runtime.agreeing import difference, parts_of
@@ -42,24 +44,22 @@ _calls = count()  # every rank joins the same jobs in the same order
 
 
 def join(job: Job, *, rank: int | None = None, timeout_s: float = 600.0, leave_s: float = 60.0, **launch_options: Any) -> Client:
-    """The client of this process's rank, under torchrun. Rank 0 launches the job and serves it, the others connect.
+    """Return the client of this process's rank. Rank 0 launches the job and serves it, the others connect.
 
-    ``WORLD_SIZE`` must be that of ``job.place``. The client of rank 0 has the session as ``client.session`` and ends it when it is
+    Rank and world size are those of ``torch.distributed`` where it is initialised, else ``RANK`` and ``WORLD_SIZE``. The world size must
+    be that of ``job.place``. A process without either launches the job for itself; its mesh has one rank, else the call is refused.
+
+    The client of rank 0 has the session as ``client.session`` and ends it when it is
     closed, after the others have left (or ``leave_s``). ``timeout_s``: for rank 0 to launch. A rank whose job is not that
-    of rank 0 is refused. Without torchrun's environment the job is launched here, for one client. Between nodes the session binds
-    to the address of ``MASTER_ADDR``, or ``OVERLORD_HOST``.
+    of rank 0 is refused. Between nodes the session binds to the address of ``MASTER_ADDR``, or ``OVERLORD_HOST``.
     """
     if not isinstance(job, Job):
         raise JobError([f"wanted a Job, found {type(job).__name__}"], "join")
-    if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
+    here = checked_world(job)
+    if here is None or here.size == 1:
         session = launch(job, **launch_options)
         return _owning(session, session.client(rank or 0), 0.0)
-    rank, world = _whole("RANK") if rank is None else rank, _whole("WORLD_SIZE")
-    if world != job.place.world_size:
-        raise JobError([f"place: wanted the {world} ranks of WORLD_SIZE, found {job.place.world_size} in {job.place}"], "join")
-    if world == 1:
-        session = launch(job, **launch_options)
-        return _owning(session, session.client(0), 0.0)
+    rank, world = here.rank if rank is None else rank, here.size
     stalls = {name: launch_options[name] for name in STALLS if name in launch_options}
     store = _Board(rank, world, timeout_s, stalls)
     if rank == 0:
@@ -72,10 +72,26 @@ def join(job: Job, *, rank: int | None = None, timeout_s: float = 600.0, leave_s
     return connect(said["address"], rank, said["token"], **stalls)
 
 
+def checked_world(job: Job) -> World | None:
+    """Return the world that this process joins with; refuse one that the job's mesh does not fit. None: this process is alone."""
+    here, place = world_here("join"), job.place
+    if here is not None and here.size != place.world_size:
+        raise JobError(
+            [f"place: wanted the {here.size} ranks of {here.named}, found {place.world_size} in {place}; give the job that mesh. "
+             "For a job of this process alone: overlord.launch(job), then session.client(rank)"], "join",
+        )  # fmt: skip
+    if here is None and place.world_size > 1:
+        raise JobError(
+            [f"place: expected one rank, since this process has neither a process group nor RANK and WORLD_SIZE, got {place.world_size} in "
+             f"{place}; {JOINED}. For all ranks in one process: overlord.launch(job), then session.client(rank)"], "join",
+        )  # fmt: skip
+    return here
+
+
 def _serve(job: Job, store: _Board, leave_s: float, launch_options: dict[str, Any]) -> Client:
     session: Session | None = None
     try:
-        host, parts = _host(), parts_of(job)
+        host, parts = serving_host(store), parts_of(job)
         session = launch(job, **launch_options)
         client = session.client(0)
         served = session.serve(host=host)
@@ -119,6 +135,7 @@ class _Board:
         self._warn_s, self._on_stall = float(stalls.get("stall_warn_s", WARN_S)), stalls.get("on_stall")
         self._store = _store(rank, world, timeout_s)
         self._key = f"overlord/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_calls)}"
+        self._store.set(f"{self._key}/node/{rank}", _node())
 
     def write(self, value: dict[str, Any]) -> None:
         self._set(self._key, value)
@@ -148,8 +165,16 @@ class _Board:
         if self._store.check([wrong]) and not problem:
             raise JobError([self._store.get(wrong).decode()], "join")
 
-    def _missing(self) -> str:
-        absent = [rank for rank in range(self._world) if not self._store.check([f"{self._key}/came/{rank}"])]
+    def is_one_node(self) -> bool:
+        """Whether all ranks share a machine: as the launcher says, or, where it does not, once every rank has written its own."""
+        if said := os.environ.get("LOCAL_WORLD_SIZE"):
+            return int(said) >= self._world
+        for rank in range(self._world):
+            self._until(f"{self._key}/node/{rank}", lambda: self._missing("node"), self._deadline)
+        return len({bytes(self._store.get(f"{self._key}/node/{rank}")) for rank in range(self._world)}) == 1
+
+    def _missing(self, noted: str = "came") -> str:
+        absent = [rank for rank in range(self._world) if not self._store.check([f"{self._key}/{noted}/{rank}"])]
         return f"{ranks(absent)} to join; every rank of the world must call it, with the same job"
 
     def add_note(self, name: str, value: dict[str, Any]) -> None:
@@ -231,7 +256,7 @@ def _store(rank: int, world: int, timeout_s: float) -> Any:
         return dist.distributed_c10d._get_default_store()
     start = time.monotonic()
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
-        raise JobError([f"{', '.join(missing)}: not set; start the processes with torchrun, or set them as it does"], "join")
+        raise JobError([f"{', '.join(missing)}: not set; {JOINED}"], "join")
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s)))
     except dist.DistError as fault:  # its text speaks of sockets
@@ -240,18 +265,19 @@ def _store(rank: int, world: int, timeout_s: float) -> Any:
     return store
 
 
-def _whole(name: str) -> int:
-    said = os.environ[name]
-    if not said.isdecimal():
-        raise JobError([f"{name}: wanted a whole number, found {said!r}"], "join")
-    return int(said)
+def _node() -> str:
+    """Name the machine of this process, and its network where containers have their own."""
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        found += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(os.stat("/proc/self/ns/net").st_ino)]
+    return " ".join(found)
 
 
-def _host() -> str:
-    """Where to serve: on this machine only, unless ranks live on others."""
+def serving_host(board: _Board) -> str:
+    """Choose where rank 0 serves: on this machine only, unless ranks live on others."""
     if said := os.environ.get("OVERLORD_HOST"):
         return said
-    if int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"]) >= int(os.environ["WORLD_SIZE"]):
+    if board.is_one_node():
         return "127.0.0.1"
     for name in (os.environ.get("MASTER_ADDR", ""), socket.getfqdn(), socket.gethostname()):
         with contextlib.suppress(OSError, ValueError):

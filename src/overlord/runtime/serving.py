@@ -245,7 +245,7 @@ class Serving:
             state: State = seat._state if joined == generation else session._start_state
         o = session._options
         about: dict[str, Any] = {"job": session.job.name, "world_size": session.job.place.world_size, "prefetch": self.prefetch}
-        about["constructors"] = session._options.constructors
+        about |= {"constructors": session._options.constructors, "microbatches": session.job.batch.microbatches}
         stalls = {"stall_warn_s": float(o.stall_warn_s), "stall_limit_s": float(o.stall_limit_s)}
         return where_it_stands(state, generation, self._address(rank)) | about | stalls
 

@@ -69,7 +69,7 @@ class BroadcastClient(Client):
 
     def __init__(
         self, service: Service, view: View, wire: Wire, clients: Mapping[int, Client], *, split: tuple[str, tuple[str, ...]], start: State,
-        asking: Callable[[], Any], leave: Callable[[BroadcastClient], None], farewells: Farewells,
+        asking: Callable[[], Any], leave: Callable[[BroadcastClient], None], farewells: Farewells, microbatches: int | None = None,
     ):  # fmt: skip
         self.service, self._view, self._wire, self._clients, self._split = service, view, wire, dict(clients), split
         self._own = self._clients.get(service.rank)
@@ -84,6 +84,7 @@ class BroadcastClient(Client):
         super().__init__(
             service.rank, Place(), begin=lambda: None, consumed=lambda box, step: None, waiting_for=lambda: "", export=self._state_of,
             rewind=self._load, report=self._say, start=start, close=self._end, stall_warn_s=0.0, stall_limit_s=0.0,
+            microbatches=microbatches,
         )  # fmt: skip
         self.session = None if self._own is None else self._own.session
         atexit.register(self._at_exit)

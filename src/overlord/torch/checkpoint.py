@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from overlord.client.world import world_here
 from overlord.errors import OverlordError, StateMismatch
 
 KEY = "overlord"
@@ -78,7 +79,8 @@ def _rank_of(loader: Any) -> int:
     for holder in (loader, getattr(loader, "client", None)):
         if isinstance(rank := getattr(holder, "rank", None), int):
             return rank
-    return int(os.environ.get("RANK") or 0)
+    here = world_here("save_state")
+    return 0 if here is None else here.rank
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from overlord.client.callers import Ahead, nothing_ahead, refuse_sharing, taken_ahead
+from overlord.client.step import check_count
+from overlord.client.world import process_groups
 from overlord.errors import JobError, StateMismatch
 from overlord.job import Job
 from overlord.torch.marks import State, state_behind
+from overlord.torch.position import NOT_BEGUN, Position, Trail, position_of
 from overlord.torch.steps import TensorMicrobatch, TensorStep
+from overlord.torch.workers import InWorker, refuse_workers, world_size
 
-NOT_BEGUN: State = {"stream": None, "microbatches": 0}
+log = logging.getLogger("overlord")
 
 
 def _refuse_collating(batch: Any, **_: Any) -> Any:
@@ -33,13 +37,15 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
     """One item is one step (a ``TensorStep``), or with ``microbatches=True`` one microbatch. For ``DataLoader(batch_size=None)``.
 
     ``source``: a Job, launched in the process that iterates, or a client of this process. ``transform`` changes every item: an adapter,
-    say. Reading, tokenizing and packing run in parallel already, so ``num_workers`` is 0, or with a Job 1. The state is exact
-    between steps and, on the same mesh, between microbatches.
+    say. ``rewind``: every ``iter()`` starts at the first step, for evaluation; otherwise it goes on where the last one stood.
+    Reading, tokenizing and packing run in parallel already, so ``num_workers`` is 0, or with a Job 1. The state is exact
+    between steps and, on the same mesh, between microbatches. With ``microbatches=True`` a step that has another number of
+    them than ``Batch.microbatches`` raises ``PlanError``.
     """
 
     def __init__(
         self, source: Any, *, microbatches: bool = False, transform: Callable[[Any], Any] | None = None, rank: int | None = None,
-        wrap: Callable[[Any], Any] | None = None, **launch_options: Any,
+        rewind: bool = False, wrap: Callable[[Any], Any] | None = None, **launch_options: Any,
     ):  # fmt: skip
         self.job = source if isinstance(source, Job) else None
         if self.job is None and not (hasattr(source, "__next__") and hasattr(source, "state_dict")):
@@ -48,17 +54,20 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
             raise JobError(
                 [f"{', '.join([*launch_options] or ['rank'])}: for a Job; the client that was given is launched already"], "Dataset"
             )
-        self.microbatches, self.transform = microbatches, transform
+        self.microbatches, self.transform, self.rewind = microbatches, transform, rewind
         self._rank, self._options, self._wrap = rank, launch_options, wrap
         self._client: Any = None if self.job is not None else (wrap(source) if wrap else source)
-        self._pending: State | None = None  # loaded before there was a client to load it
-        self._first: State | None = None  # where a Job begins, for a state of before it was launched
+        self._first: State | None = self._client.state_dict() if rewind and self._client is not None else None  # where a pass may start
+        self._pending: Position | None = None  # loaded before there was a client to load it
         self._allow: tuple[str, ...] = ()
-        self._behind: Callable[[], State] | None = None  # the stream behind the last whole step, while one is handed out in parts
+        self._loaded = False  # a state was loaded, from which the next pass goes on
+        self._trail, self._passes, self._empty = Trail(nothing_ahead), 0, 0  # of this pass; passes begun; passes without an item in a row
+        self._taken: TensorStep | None = None  # a step taken from the client and not accepted yet
+        self._before: Callable[[], State] = dict  # the stream before the step that was taken or is handed out in parts
+        self._rest: deque[Any] = deque()  # microbatches still to come of it
         self._skip = self._out = 0  # microbatches to leave out of the next step; handed out of this one
-        self._rest: deque[Any] = deque()  # those still to come of it
-        self._before: Callable[[], State] | None = None  # the stream before it
         self._plan: str | None = None  # the plan that the microbatches to leave out, or handed out, are of
+        self._ranks = 1  # of the world that a worker was started in
 
     @property
     def client(self) -> Any:
@@ -66,29 +75,90 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         return self._client
 
     def __iter__(self) -> Iterator[Any]:
-        self._refuse_workers()
-        self._open()
+        if get_worker_info() is not None:
+            return InWorker(self._in_worker())
+        refuse_sharing("Dataset")
+        self._begin_pass(taken_ahead())
         return self._items()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Accept what trainers call before a pass, and ignore it: the order of samples is the job's."""
+        refuse_sharing("Dataset")
+
+    def _in_worker(self) -> Iterator[Any]:
+        refuse_workers(self.job is not None, self._ranks)
+        self._begin_pass(nothing_ahead)
+        yield from self._items()
+
+    def _begin_pass(self, ahead: Ahead) -> None:
+        """Start a pass at the first step, or after the last item trained on: items that a trainer held in the last pass come again."""
+        if (unread := self._trail.consumed()) is not None:
+            self._go_to(unread)
+        self._open()
+        if self.rewind and self._passes and not self._loaded:
+            self._meet()
+            self._go_to(NOT_BEGUN)
+        self._trail, self._passes, self._loaded = Trail(ahead), self._passes + 1, False
+
+    def _meet(self) -> None:
+        """Wait for all ranks that share the session: a rank that rewinds it drops the steps that others have not taken."""
+        if self.job is not None and self.job.place.world_size > 1 and (groups := process_groups()) is not None:
+            groups.barrier()
 
     def _items(self) -> Iterator[Any]:
         """Where it stands is kept in this object and not here: another iterator goes on from there, and so does a loaded state."""
-        while (item := self._microbatch() if self.microbatches else self._step()) is not None:
+        some = False
+        while (item := self._next()) is not None:
+            some, self._empty = True, 0
             yield item if self.transform is None else self.transform(item)
+        if not some:
+            self._tell_empty()
+
+    def _next(self) -> Any:
+        self._trail.ask(self._kept)
+        item = self._microbatch() if self.microbatches else self._step()
+        if item is not None:
+            self._trail.hand(self._kept)
+        return item
+
+    def _tell_empty(self) -> None:
+        """Warn at the first pass without an item, and raise at the second: some trainers stop there, others loop without end."""
+        self._empty += 1
+        problem = (
+            "expected another step, got the end of the stream; give rewind=True to start every pass at the first step (evaluation), "
+            "a larger Job.until, or let the trainer stop there"
+        )
+        if self._empty > 1:
+            raise JobError([problem], "Dataset")
+        log.warning("Dataset: %s", problem)
 
     def _step(self) -> TensorStep | None:
         step = next(self._client, None)
         return step if step is None or isinstance(step, TensorStep) else TensorStep.of(step)
 
     def _microbatch(self) -> Any:
+        if not self._rest and not self._begin_step():
+            return None
+        found, self._out = self._rest.popleft(), self._out + 1
+        return found
+
+    def _begin_step(self) -> bool:
+        """Take the next step and check it. A refused step is kept, with the state before it, and refused again."""
         while not self._rest:
-            self._before = state_behind(self._client)
-            if (step := self._step()) is None:
-                return None
+            if self._taken is None:
+                self._before = state_behind(self._client)
+                self._taken = self._step()
+            if (step := self._taken) is None:
+                return False
+            check_count(step, self._per_step())
             self._same_plan(step)
             self._rest, self._out, self._skip, self._plan = deque(list(step)[self._skip :]), self._skip, 0, step.plan_digest
-        found, self._out = self._rest.popleft(), self._out + 1
-        self._behind, self._out = (self._before, self._out) if self._rest else (None, 0)
-        return found
+            self._taken = None
+        return True
+
+    def _per_step(self) -> int | None:
+        known: int | None = getattr(self._client, "microbatches_per_step", None)
+        return known if self.job is None else self.job.batch.microbatches
 
     def _same_plan(self, step: TensorStep) -> None:
         """Microbatches that were handed out are those of one plan; under another mesh they hold other samples."""
@@ -100,39 +170,51 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
             )  # fmt: skip
 
     def __len__(self) -> int:
-        """Steps of the whole job, where its ``until`` says how many."""
-        if self.job is None or self.microbatches or not isinstance(self.job.until, int):
-            raise TypeError("the number of items is known for the steps of a Job whose until is a number, and of no other stream")
-        return self.job.until
+        """Return the items of the whole job, where its ``until`` is a number and a source that repeats keeps the stream from ending."""
+        if self.job is None or not isinstance(self.job.until, int) or not _endless(self.job):
+            raise TypeError("the number of items is known for a Job whose until is a number and which has a source with epochs=None")
+        return self.job.until * (self.job.batch.microbatches if self.microbatches else 1)
 
     # state
 
     def state_dict(self) -> State:
+        """Return the state after the last item that the trainer has trained on; items that it took ahead do not count."""
         if self._pending is not None or self._client is None:
-            return dict(self._pending or NOT_BEGUN)
-        if self._behind is not None:
-            return {"stream": self._behind(), "microbatches": self._out, "plan": self._plan}
-        whole: State = {"stream": self._client.state_dict(), "microbatches": self._skip}
-        return whole | {"plan": self._plan} if self._skip else whole
+            return (self._pending or NOT_BEGUN).state()
+        return (self._trail.consumed() or self._position(self._client.state_dict)).state()
+
+    def _kept(self) -> Position:
+        """Return this place, for a state that is asked for later."""
+        return self._position(state_behind(self._client))
+
+    def _position(self, after: Callable[[], State]) -> Position:
+        """Return this place. ``after``: the stream after the last step of the client."""
+        if self._rest:
+            return Position(self._before, self._out, self._plan)
+        return Position(after if self._taken is None else self._before, self._skip, self._plan if self._skip else None)
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
         """Go on from a saved state: one of this object, or a client's."""
-        if "stream" not in state:
-            state = {"stream": dict(state), "microbatches": 0} if state else NOT_BEGUN
-        handed = int(state.get("microbatches", 0))
-        if handed and not self.microbatches:
-            raise StateMismatch({"microbatches": (f"{handed} of a step handed out", "whole steps")}, "iterate with microbatches=True")
-        self._pending, self._allow = dict(state), allow
+        at = position_of(state)
+        if at.microbatches and not self.microbatches:
+            differs = {"microbatches": (f"{at.microbatches} of a step handed out", "whole steps")}
+            raise StateMismatch(differs, "iterate with microbatches=True")
+        self._go_to(at, allow)
+        self._loaded = True
+
+    def _go_to(self, at: Position, allow: tuple[str, ...] = ()) -> None:
+        self._pending, self._allow = at, allow
         if self._client is not None:
             self._load()
 
     def _load(self) -> None:
         pending, self._pending = self._pending, None
         assert pending is not None
-        if (stream := pending["stream"] or self._first) is not None:
+        if (stream := pending.stream() or self._first) is not None:
             self._client.load_state_dict(stream, self._allow)
         self._rest.clear()
-        self._behind, self._out, self._skip, self._plan = None, 0, int(pending["microbatches"]), pending.get("plan")
+        self._taken, self._out, self._skip, self._plan = None, 0, pending.microbatches, pending.plan
+        self._trail, self._empty = self._trail.anew(), 0
 
     # the client
 
@@ -157,35 +239,21 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
                 ["num_workers: wanted 0 with a client, or with a Job that is iterated already; a session does not travel to another "
                  "process. Give the Job, which is then launched in the worker"], "Dataset",
             )  # fmt: skip
-        return self.__dict__
+        return {**self.__dict__, "_ranks": world_size()}
 
-    def _refuse_workers(self) -> None:
-        info = get_worker_info()
-        if info is None:
-            return
-        if info.num_workers > 1:
-            raise JobError(
-                [f"num_workers: wanted 0 or 1, found {info.num_workers}; each worker would launch the whole job and give every step again. "
-                 "Loaders and constructors of a session work in parallel: see launch(loaders=, workers=, runtime=)"], "Dataset",
-            )  # fmt: skip
-        if self.job is not None and os.environ.get("WORLD_SIZE", "1") != "1":
-            raise JobError(
-                [f"num_workers: wanted 0 where ranks share a session (WORLD_SIZE={os.environ['WORLD_SIZE']}), found 1; rank 0's worker "
-                 "would end, and the session with it, while others still take steps. Steps are prefetched without workers too"], "Dataset",
-            )  # fmt: skip
-        if self.job is None:
-            raise JobError(
-                ["num_workers: wanted 0 with a client, found 1; a session does not survive a fork. Give the Job, which is then launched in "
-                 "the worker, or use num_workers=0: steps are prefetched either way"], "Dataset",
-            )  # fmt: skip
+
+def _endless(job: Job) -> bool:
+    """Whether some source always has samples; a mixture of its own may draw from none of those, so that all must."""
+    repeats = [source.epochs is None for source in job.sources if job.mixture is not None or source.weight > 0]
+    return all(repeats) if job.mixture is not None else any(repeats)
 
 
 def _joined(job: Job, rank: int | None, options: Mapping[str, Any]) -> Any:
     """The client of this process's rank; one that knows the plan's broadcasts where there are process groups to broadcast in."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if (groups := process_groups()) is not None and groups.get_world_size() > 1:
         from overlord.torch.joining import join as join_groups
 
-        return join_groups(job, **options)
+        return join_groups(job, rank=rank, **options)
     from overlord.runtime.join import join
 
     return join(job, rank=rank, **options)
@@ -195,15 +263,18 @@ class StatefulLoader:
     """Stands where a torchdata ``StatefulDataLoader`` is expected: iterate it, save ``state_dict()``, load it before iterating again.
 
     ``source``: a Job or a client. With ``device`` steps are copied there ahead (``DevicePrefetcher``, ``depth``). A second ``iter`` goes on
-    where the first stood: a stream has no epochs of its own, those of its sources are in it.
+    where the first stood: a stream has no epochs of its own, those of its sources are in it. With ``rewind`` it starts at the first
+    step each time, for evaluation. Everything else is as in ``Dataset``.
     """
 
-    batch_size = None  # as of a DataLoader that is given whole batches
+    batch_size = None  # these are read by trainers that make a DataLoader of this one: to skip items on resume, say
     num_workers = 0
+    drop_last = False
+    prefetch_factor = None
 
     def __init__(
         self, source: Any, *, device: Any = None, depth: int = 2, pin: bool = True, microbatches: bool = False,
-        transform: Callable[[Any], Any] | None = None, rank: int | None = None, **launch_options: Any,
+        transform: Callable[[Any], Any] | None = None, rank: int | None = None, rewind: bool = False, **launch_options: Any,
     ):  # fmt: skip
         def on_device(client: Any) -> Any:
             from overlord.torch.device import DevicePrefetcher
@@ -211,13 +282,18 @@ class StatefulLoader:
             return DevicePrefetcher(client, device, depth, pin)
 
         wrap = None if device is None else on_device
-        self.dataset = Dataset(source, microbatches=microbatches, transform=transform, rank=rank, wrap=wrap, **launch_options)
+        self.dataset = Dataset(
+            source, microbatches=microbatches, transform=transform, rank=rank, rewind=rewind, wrap=wrap, **launch_options
+        )
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> State:
         return self.dataset.state_dict()

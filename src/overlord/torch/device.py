@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from overlord.client.step import Step
+from overlord.client.callers import refuse_ahead
+from overlord.client.step import Step, check_count
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.job import Job
 from overlord.torch.facts import Facts
@@ -67,6 +68,12 @@ class DevicePrefetcher:
         return rank
 
     @property
+    def microbatches_per_step(self) -> int | None:
+        """The job's ``Batch.microbatches``; None where the client has no such number."""
+        found: int | None = getattr(self.client, "microbatches_per_step", None)
+        return found
+
+    @property
     def ready(self) -> int:
         """Steps that wait here for the trainer."""
         return len(self._ready)
@@ -74,6 +81,7 @@ class DevicePrefetcher:
     # the trainer's side
 
     def __iter__(self) -> DevicePrefetcher:
+        refuse_ahead("DevicePrefetcher")
         return self
 
     def __next__(self) -> TensorStep:
@@ -101,8 +109,9 @@ class DevicePrefetcher:
         return got.step
 
     def microbatches(self) -> Iterator[TensorMicrobatch]:
-        """All microbatches in a row, for trainers that pull them one by one."""
+        """Yield all microbatches in a row, as the client's; a step with another number than ``Batch.microbatches`` raises."""
         for step in self:
+            check_count(step, self.microbatches_per_step)
             yield from step
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -7,7 +7,6 @@ seats of their groups, and nobody waits any more for the mailboxes of the others
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +16,11 @@ from overlord.client.asking import Asking
 from overlord.client.client import Client, State
 from overlord.client.connect import _Connected, connect
 from overlord.constructor.views import view_of
-from overlord.errors import DataStall, JobError
+from overlord.errors import DataStall
 from overlord.job import Job
 from overlord.messages import Sealed
 from overlord.runtime.agreeing import difference, parts_of
-from overlord.runtime.join import HEARD_S, LOOK_S, STALLS, _Board, _host, _owning, _whole
+from overlord.runtime.join import HEARD_S, LOOK_S, STALLS, _Board, _owning, checked_world, serving_host
 from overlord.runtime.join import join as plain_join
 from overlord.runtime.launch import launch
 from overlord.torch.broadcast import BroadcastClient, sealed
@@ -41,7 +40,7 @@ def join(
     job: Job, *, rank: int | None = None, timeout_s: float = 600.0, leave_s: float = 60.0, device: str | torch.device | None = None,
     wait_s: float = 1800.0, **launch_options: Any,
 ) -> Client:  # fmt: skip
-    """The client of this process's rank, under torchrun, after ``init_process_group``; every rank of the world calls it.
+    """Return the client of this process's rank, after ``init_process_group``; every rank of the world calls it.
 
     Where the plan broadcasts (``broadcast_at``) one rank of each group fetches and the others get their part from it, in a process
     group of their own: a ``BroadcastClient``. Ranks of a group take steps and load states together. ``device``: broadcast
@@ -49,14 +48,13 @@ def join(
     ``timeout_s``: for rank 0 to launch and, where the plan broadcasts, for every rank to come. All ranks make the same job.
     Everything else is as in ``overlord.join``; ``broadcast=False`` lets every rank fetch its own.
     """
-    if not isinstance(job, Job) or "WORLD_SIZE" not in os.environ or "RANK" not in os.environ or os.environ["WORLD_SIZE"] == "1":
+    here = checked_world(job) if isinstance(job, Job) else None
+    if here is None or here.size == 1:
         alone = plain_join(job, rank=rank, timeout_s=timeout_s, leave_s=leave_s, **launch_options)
         alone.world_size = job.place.world_size
         return alone
-    rank, world = _whole("RANK") if rank is None else rank, _whole("WORLD_SIZE")
-    if world != job.place.world_size:
-        raise JobError([f"place: wanted the {world} ranks of WORLD_SIZE, found {job.place.world_size} in {job.place}"], "join")
-    board = _Board(rank, world, timeout_s, {name: launch_options[name] for name in STALLS if name in launch_options})
+    rank = here.rank if rank is None else rank
+    board = _Board(rank, here.size, timeout_s, {name: launch_options[name] for name in STALLS if name in launch_options})
     session = _launched(job, board, timeout_s, launch_options) if rank == 0 else None
     said = board.read() if session is None else session.said
     if isinstance(said.get("error"), BaseException):
@@ -89,7 +87,7 @@ class _Launched:
 def _launched(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]) -> _Launched:
     session: Session | None = None
     try:
-        host, parts = _host(), parts_of(job)
+        host, parts = serving_host(board), parts_of(job)
         if not options.get("constructors", True):  # clients that build for themselves are what the others are measured against
             options = {**options, "broadcast": False}
         session = launch(job, **options)
@@ -168,7 +166,7 @@ class _Joining:
             self._owned(clients[0])
         return BroadcastClient(
             s, view, wire, clients, split=(self._axis, self._broadcast), start=self._start(clients),
-            asking=self._asking, leave=self._leave, farewells=farewells,
+            asking=self._asking, leave=self._leave, farewells=farewells, microbatches=self._job.batch.microbatches,
         )  # fmt: skip
 
     def _warning(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class World:
 def start(world: int, module: str, out: Path, *, seconds: float = SECONDS, torchrun: bool = False) -> World:
     """Runs a module's checks on so many ranks, and waits for all of them."""
     environ = {**os.environ, **ONE_THREAD, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OVERLORD_CACHE": str(out / "cache")}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environ.pop(name, None)
     program = [sys.executable, "-m", "tests.torch.ranks.start", str(world), module, str(out), str(seconds)]
     if torchrun:

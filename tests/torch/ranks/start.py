@@ -3,7 +3,8 @@
     python -m tests.torch.ranks.start 8 tests.torch.ranks.checks_broadcast /tmp/somewhere 60
 
 Ranks do the checks of a module one after another; what became of each is written down by rank. A rank on which one fails ends at
-once, so the others find their links broken and nobody waits. ``torchrun`` starts the same with ``RANK`` set already.
+once, so the others find their links broken and nobody waits. ``torchrun`` starts the same with ``RANK`` set already. A module that
+says ``WITHOUT_ENVIRONMENT`` gets a process group by a file and no variables, as ``mp.spawn`` with ``init_method`` and Lightning have it.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ LOADED = (
 BEFORE_S = 5.0  # the deadline a rank says where it hangs
 
 
-def run_rank(module: str, out: Path, seconds: float) -> int:
+def run_rank(module: str, out: Path, seconds: float, rank: int, world: int) -> int:
     """All checks of the module, on this rank."""
     faulthandler.dump_traceback_later(max(1.0, seconds - BEFORE_S))
     torch.set_num_threads(1)
-    rank, done = int(os.environ["RANK"]), {}
-    imported = importlib.import_module(module)
+    done, imported = {}, importlib.import_module(module)
     checks = imported.CHECKS
-    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    by_file = {"init_method": f"file://{out}/store", "rank": rank, "world_size": world} if without_environment(module) else {}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds), **by_file)
     failed = 0
     for name, check in checks.items():
         start = time.monotonic()
@@ -59,6 +60,10 @@ def run_rank(module: str, out: Path, seconds: float) -> int:
     return 0
 
 
+def without_environment(module: str) -> bool:
+    return getattr(importlib.import_module(module), "WITHOUT_ENVIRONMENT", False)
+
+
 def _free_port() -> socket.socket:
     """One that nobody else is given while this is bound to it; rank 0 can listen there all the same."""
     probe = socket.socket()
@@ -73,8 +78,9 @@ def _fork(rank: int, world: int, port: int, module: str, out: Path, seconds: flo
     code = 1
     try:
         where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in where.items()} | {"MASTER_ADDR": "127.0.0.1"})
-        code = run_rank(module, out, seconds)
+        if not without_environment(module):
+            os.environ.update({name: str(value) for name, value in where.items()} | {"MASTER_ADDR": "127.0.0.1"})
+        code = run_rank(module, out, seconds, rank, world)
     except BaseException:
         traceback.print_exc()
     sys.stderr.flush()
@@ -106,5 +112,5 @@ def main(world: int, module: str, out: Path, seconds: float) -> int:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:  # under torchrun
-        sys.exit(run_rank(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])))
+        sys.exit(run_rank(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
     sys.exit(main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), float(sys.argv[4])))

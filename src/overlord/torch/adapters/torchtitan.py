@@ -1,4 +1,4 @@
-"""What torchtitan's trainer reads: ``({"input", "positions", ...}, labels)``, flat, labels shifted."""
+"""Batches as torchtitan's trainer reads them: ``({"input", "positions", ...}, labels)``, one row, labels shifted."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from overlord.torch.steps import as_tensor
 IMAGE_KEYS = ("pixel_values", "grid_thw")
 
 
-def flat(mb: Mapping[str, Any], *, tokens: int | None = None, given: str | None = None) -> tuple[dict[str, Any], torch.Tensor]:
-    """One batch of its trainer. A document begins where ``positions`` is 0; masks are made from that.
+def flat(
+    mb: Mapping[str, Any], *, tokens: int | None = None, given: str | None = None, batched: bool = True
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return one batch of its trainer: [1, T] as release 0.3.0 reads it. A document begins where ``positions`` is 0.
 
     ``tokens``: pad to as many, with input 0, label -100 and positions of a document of their own, as its collator does: for compiled
-    models and CUDA graphs. Its trainer cuts for CP itself (``Batch(cp_split="none")``). ``given``: the job's ``Batch.labels``, where it
-    cannot be told.
+    models and CUDA graphs. ``batched=False``: [T], and patches of all images in one row, as its development branch reads them. Its
+    trainer cuts for CP itself (``Batch(cp_split="none")``). ``given``: the job's ``Batch.labels``, where it cannot be told.
     """
     need(mb, ("tokens", "position_ids", "labels", "loss_mask"), "torchtitan.flat")
     labels, _ = converted(mb, SHIFTED, given)
@@ -35,4 +37,16 @@ def flat(mb: Mapping[str, Any], *, tokens: int | None = None, given: str | None 
         ids, labels = F.pad(ids, (0, more)), F.pad(labels, (0, more), value=IGNORE)
         positions = torch.cat((positions, torch.arange(more, dtype=positions.dtype, device=positions.device)))
     images = {key: as_tensor(mb[key]) for key in IMAGE_KEYS if key in mb}
-    return {"input": ids, "positions": positions, **images}, labels
+    if not batched:
+        return {"input": ids, "positions": positions, **images}, labels
+    if len(images) == len(IMAGE_KEYS):
+        images["pixel_values"] = _by_image(images["pixel_values"], images["grid_thw"])
+    return {"input": ids[None], "positions": positions[None], **images}, labels[None]
+
+
+def _by_image(pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """Return patches by image, [images, patches of the largest, patch_dim]; shorter images are padded with zeros."""
+    sizes = grid.prod(-1).tolist()
+    if not sizes:
+        return pixels.new_zeros((0, 0, pixels.shape[-1]))
+    return torch.nn.utils.rnn.pad_sequence(pixels.split(sizes), batch_first=True)

@@ -1,0 +1,67 @@
+"""Trainers that change what an iterator yields, recognised on the call stack when they call ``iter()``.
+
+Some trainers wrap a loader without asking it. A wrapper hands every n-th item on, or takes items ahead of the training step, and the loader
+sees nothing of that in its own calls. Class names are compared as text, so that no trainer is imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from overlord.errors import JobError
+
+SHARING = ("IterableDatasetShard", "DataLoaderDispatcher")  # Accelerate and transformers: one stream, dealt out to all processes
+LIGHTNING = "_PrefetchDataFetcher"  # takes items ahead where the loader has no length
+ACCELERATE = "DataLoaderShard"  # takes one item ahead to detect the last one
+
+Ahead = Callable[[], int]  # items that the trainer holds ahead of the training step; asked when the first item is
+
+
+def callers() -> Iterator[Any]:
+    """Yield ``self`` of every method on the call stack, innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if "self" in frame.f_locals:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+def refuse_sharing(where: str) -> None:
+    """Refuse a wrapper that deals one stream out to all processes: these items are this rank's own, and it would drop most of them."""
+    for caller in callers():
+        if (name := type(caller).__name__) not in SHARING:
+            continue
+        holder = caller if hasattr(caller, "num_processes") else getattr(caller, "state", None)
+        if (processes := getattr(holder, "num_processes", 1)) > 1:
+            raise JobError(
+                [f"expected every item to reach this rank, got {name}, which deals the items of one stream out to {processes} processes; "
+                 "each rank has a stream of its own: give the trainer overlord.torch.StatefulLoader(job), which it leaves as it is"], where,
+            )  # fmt: skip
+
+
+def nothing_ahead() -> int:
+    """No item is taken ahead."""
+    return 0
+
+
+def taken_ahead() -> Ahead:
+    """Return how many items the calling trainer holds before it trains on them."""
+    for caller in callers():
+        name = type(caller).__name__
+        if name == LIGHTNING:
+            return lambda fetcher=caller: fetcher.prefetch_batches if fetcher.length is None else 0  # type: ignore[misc]
+        if name == ACCELERATE:
+            return lambda shard=caller: 0 if shard.use_stateful_dataloader else 1  # type: ignore[misc]
+    return nothing_ahead
+
+
+def refuse_ahead(where: str) -> None:
+    """Refuse a trainer that takes items ahead and saves the state of the stream: it would skip them on resume."""
+    for caller in callers():
+        if type(caller).__name__ == LIGHTNING:
+            raise JobError(
+                [f"expected an overlord.torch.StatefulLoader in this trainer, got a {where}: {LIGHTNING} takes steps before it "
+                 "trains on them, and a resume would skip them; give it StatefulLoader(job), or StatefulLoader(client)"], where,
+            )  # fmt: skip

@@ -1,0 +1,48 @@
+"""Rank and world size of this process: those of ``torch.distributed`` where it is initialised, else those of the environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, NamedTuple
+
+from overlord.errors import JobError
+
+JOINED = "call torch.distributed.init_process_group() before, or start the processes with torchrun"
+
+
+class World(NamedTuple):
+    """``named``: where the numbers come from, for error texts."""
+
+    rank: int
+    size: int
+    named: str
+
+
+def process_groups() -> Any:
+    """Return ``torch.distributed`` where this process has initialised it, else None. Never imports torch."""
+    dist = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
+
+
+def world_here(where: str) -> World | None:
+    """Return this process's rank and world size; None for a process that belongs to no world. ``where``: the caller, for error texts.
+
+    The process group comes first: launchers that set no ``RANK`` (``mp.spawn``, Lightning) initialise one.
+    """
+    if (dist := process_groups()) is not None:
+        return World(dist.get_rank(), dist.get_world_size(), "the process group")
+    given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    if len(given) == 2:
+        return World(_whole("RANK", where), _whole("WORLD_SIZE", where), "WORLD_SIZE")
+    if given and given not in ({"WORLD_SIZE": "1"}, {"RANK": "0"}):
+        (name, value), missing = next(iter(given.items())), "RANK" if "WORLD_SIZE" in given else "WORLD_SIZE"
+        raise JobError([f"{missing}: expected a whole number beside {name}={value}, got nothing; {JOINED}"], where)
+    return None
+
+
+def _whole(name: str, where: str) -> int:
+    said = os.environ[name]
+    if not said.isdecimal():
+        raise JobError([f"{name}: wanted a whole number, found {said!r}"], where)
+    return int(said)

@@ -1,0 +1,101 @@
+"""Positions of a loader in its stream, as states to save; and the position of a trainer that takes items ahead."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from overlord.client.callers import Ahead
+from overlord.errors import StateMismatch
+from overlord.torch.marks import State
+
+REMEDY = "save and load what state_dict() gave, unchanged"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place after a step, or after some microbatches of one. ``plan``: of the step that those microbatches belong to."""
+
+    stream: Callable[[], State | None]
+    microbatches: int = 0
+    plan: str | None = None
+
+    def state(self) -> State:
+        """Return the state to save: always the same keys, and no mapping below them.
+
+        torch's distributed checkpoint loads the keys that a fresh loader has, and splits mappings into a key for each value.
+        """
+        stream = self.stream()
+        text = None if stream is None else json.dumps(stream, sort_keys=True)
+        return {"stream": text, "microbatches": self.microbatches, "plan": self.plan}
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The stream of a saved state. An object and not a function, so that it travels to worker processes."""
+
+    stream: State | None
+
+    def __call__(self) -> State | None:
+        return self.stream
+
+
+NOT_BEGUN = Position(Saved(None))
+
+
+def position_of(state: Any) -> Position:
+    """Return the place that a state describes: a loader's, a client's, or one that was saved before anything was iterated."""
+    if not isinstance(state, Mapping):
+        raise StateMismatch({"form": (type(state).__name__, "a mapping")}, REMEDY)
+    if "stream" not in state:
+        return Position(Saved(dict(state))) if state else NOT_BEGUN
+    stream = state["stream"]
+    if isinstance(stream, str):
+        try:
+            stream = json.loads(stream)
+        except ValueError as fault:
+            raise StateMismatch({"stream": (str(fault), "JSON")}, REMEDY) from fault
+    if not (stream is None or isinstance(stream, Mapping)):
+        raise StateMismatch({"stream": (type(stream).__name__, "a mapping as JSON, or nothing")}, REMEDY)
+    return Position(Saved(None if stream is None else dict(stream)), int(state.get("microbatches") or 0), state.get("plan"))
+
+
+class Trail:
+    """Places after the last items of one pass, as many as a trainer takes ahead of its training step.
+
+    A trainer that holds ``n`` items has trained on ``n`` fewer than it asked for. The request that finds the end counts too.
+    """
+
+    def __init__(self, ahead: Ahead):
+        self._ahead, self._n = ahead, -1
+        self._places: deque[Position] = deque()
+        self._asked = self._handed = 0
+
+    def ask(self, here: Callable[[], Position]) -> None:
+        """Count a request for an item. ``here``: the place before it."""
+        if self._n < 0:
+            self._n = self._ahead()
+            self._places = deque([here()] if self._n else [], maxlen=self._n + 1)
+        self._asked += 1
+
+    def hand(self, here: Callable[[], Position]) -> None:
+        """Count an item. ``here``: the place after it."""
+        self._handed += 1
+        if self._n:
+            self._places.append(here())
+
+    def anew(self) -> Trail:
+        """Return an empty trail for the same trainer."""
+        return Trail(self._ahead)
+
+    @property
+    def held(self) -> int:
+        """Items that the trainer has and has not trained on."""
+        return self._handed - max(0, min(self._handed, self._asked - self._n)) if self._n > 0 else 0
+
+    def consumed(self) -> Position | None:
+        """Return the place after the last item that the trainer has trained on; None where that is the last one handed out."""
+        return self._places[-1 - self.held] if self.held else None
