@@ -55,6 +55,14 @@ class Watching:
         """Where a source is read: in which hosts, or, where nothing is moved, by which loaders."""
         return tuple(self._numbers(source))
 
+    def _n_processes(self, source: int) -> int:
+        """Return the number of processes that a source's code runs in."""
+        return 1
+
+    def _free_s(self, source: int) -> float:
+        """Return the seconds of a core, for a sample of a source, that are known to release the interpreter lock."""
+        return math.inf
+
     # looking
 
     def _observed(self, now: float, gauges: Mapping[int, Iterable[Row]], taken: int, waited_s: float, **more: Any) -> Observed | None:
@@ -99,6 +107,7 @@ class Watching:
                     name=name, share=float(shares[i]), ahead=float(max([shares[i], *(f[i] for f in future)])), drawn=float(drawn[i]),
                     read=float(sum(r[4] for r in mine)), busy_s=math.fsum(r[2] for r in mine), took_s=math.fsum(r[3] for r in mine),
                     waited_for=name in waited_for, hosts=self._places(i), most=len(self._numbers(i)),
+                    free_s=self._free_s(i), processes=self._n_processes(i),
                     read_s=float(np.median([r[5] for r in mine])) if mine else 0.0, slow_read_s=max((r[6] for r in mine), default=0.0),
                 )
             )  # fmt: skip
