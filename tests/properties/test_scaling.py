@@ -105,11 +105,13 @@ class World:
     """Sources of some cost, trainers with a step time, hosts as the scaler says."""
 
     def __init__(
-        self, costs: list[float], weights: list[float], step_s: float, limits: Limits, most: int, noise: float = 0.0, seed: int = 0
-    ):
-        self.costs, self.weights, self.step_s, self.limits, self.most = costs, weights, step_s, limits, most
-        self.hosts = {i: {0} for i in range(len(costs))}
-        self.next, self.now, self.noise, self.random = 1, 0.0, noise, Random(seed)
+        self, costs: list[float], weights: list[float], step_s: float, limits: Limits, most: int, noise: float = 0.0, seed: int = 0,
+        first: int = 1,
+    ):  # fmt: skip
+        """``first``: hosts of the launch, which can read every source."""
+        self.costs, self.weights, self.step_s, self.limits, self.most, self.first = costs, weights, step_s, limits, most, first
+        self.hosts = {i: {i % first} for i in range(len(costs))}
+        self.next, self.now, self.noise, self.random = first, 0.0, noise, Random(seed)
         self.scaler, self.told = Scaler(limits), list[Scale]()
         self.ahead: list[float] | None = None
 
@@ -139,6 +141,7 @@ class World:
             SourceSeen(
                 name=f"s{i}", share=shares[i], ahead=max(shares[i], later[i]), drawn=steps * samples * shares[i],
                 read=about(steps * samples * shares[i]), busy_s=about(steps * work[i]), hosts=tuple(sorted(self.hosts[i])), most=self.most,
+                able=tuple(h for h in range(self.first) if h not in self.hosts[i] and any(h in hosts for hosts in self.hosts.values())),
             )
             for i in range(len(work))
         )  # fmt: skip
@@ -161,21 +164,22 @@ class World:
             others = Counter(h for j, hosts in self.hosts.items() if j != i for h in hosts)
             self.hosts[i] = set(kept(sorted(self.hosts[i]), scale.hosts, others, lambda h: h == 0))
         else:
-            self.hosts[i] |= set(range(self.next, self.next + scale.hosts - scale.had))
-            self.next += scale.hosts - scale.had
+            new = scale.hosts - scale.had - len(scale.on)
+            self.hosts[i] |= {*scale.on, *range(self.next, self.next + new)}
+            self.next += new
 
 
 COSTS = st.lists(st.floats(1e-5, 5e-2), min_size=1, max_size=5)
 WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=5, max_size=5)
 
 
-@given(COSTS, WEIGHTS, st.floats(0.05, 2.0), st.integers(1, 32), st.integers(1, 8), st.integers(0, 99))
+@given(COSTS, WEIGHTS, st.floats(0.05, 2.0), st.integers(1, 32), st.integers(1, 8), st.integers(0, 99), st.integers(1, 3))
 @examples(60)
 def test_a_mixture_that_stays_does_not_flap(
-    costs: list[float], weights: list[float], step_s: float, cores: int, most: int, seed: int
+    costs: list[float], weights: list[float], step_s: float, cores: int, most: int, seed: int, first: int
 ) -> None:
     """Sources settle within a minute, and then nothing changes any more, though measurements differ by some percent."""
-    world = World(costs, weights[: len(costs)], step_s, Limits(cores=cores), most, noise=0.05, seed=seed)
+    world = World(costs, weights[: len(costs)], step_s, Limits(cores=max(cores, first)), most, noise=0.05, seed=seed, first=first)
     for _ in range(30 + 20 * len(costs)):
         world.look()
     settled, n = dict(world.hosts), len(world.told)

@@ -230,6 +230,23 @@ def test_autoscaling_adds_a_process_for_code_that_holds_the_interpreter_lock(wor
         assert [next(client).plan_digest for _ in range(min(50, len(digests)))] == digests[:50], "the stream is the same"
 
 
+def test_where_every_core_has_a_host_a_heavy_source_is_read_on_hosts_of_others_that_have_room(tmp_path: Path) -> None:
+    """Two locked sources begin with a host each, on two cores; then nearly all is drawn from one of them."""
+    made = locked_job(tmp_path / "data")
+    other = replace(made.sources[1], name="light", uri=made.sources[0].uri)
+    mixture = ov.schedule.staged({0: {"light": 1, "heavy": 1}, 4: {"light": 1, "heavy": 99}})
+    hurried = {"interval_s": 0.1, "patience": 1, "cool_down_s": 0.1}
+    made = replace(made, sources=[other, made.sources[1]], mixture=mixture)
+    with launch(made, hosts=2, constructor_hosts=1, autoscale=hurried, cache_dir=tmp_path / "cache") as session:
+        assert has(session, 2)
+        assert loaders_apart(session) == 1
+        client = session.client(0)
+        until(lambda: [next(client) for _ in range(10)] and loaders_apart(session) == 2)
+        moved = [d for d in session.metrics()["scaling"]["decisions"] if d["what"] == "Scale" and d["source"] == "heavy"]
+        assert has(session, 2), "as many as cores: none was added"
+    assert any(d["on"] for d in moved)
+
+
 # where nothing is moved
 
 

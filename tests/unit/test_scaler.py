@@ -334,3 +334,28 @@ def test_where_nothing_is_moved_processes_are_the_remedy_for_code_that_holds_the
     assert isinstance(named, CannotKeepUp)
     assert named.reason.endswith("its code holds the interpreter lock: workers='processes', or runtime='process' with autoscale=True, "
                                  "give it more")  # fmt: skip
+
+
+# hosts that are there
+
+
+def test_where_no_host_can_be_added_a_source_is_read_on_those_that_have_room() -> None:
+    """Three hosts of one thread on three cores: two of them idle with what they read."""
+    mine = seen(lanes=1.0, most=3, able=(1, 2), hosts=(0,))
+    beside = seen("text", lanes=0.1, hosts=(1,), most=1), seen("code", lanes=0.6, hosts=(2,), most=1)
+    [scale] = told(Scaler(replace(LIMITS, cores=3)), look(mine, *beside, waited_s=0.2), 2)
+    assert (scale.source, scale.hosts, scale.on) == ("photos", 2, (1,)), "the one with the most room"
+    [scale] = told(Scaler(replace(LIMITS, cores=4)), look(mine, *beside, waited_s=0.2), 2)
+    assert (scale.hosts, scale.on) == (2, ()), "a new one where there is a core for it"
+
+
+def test_hosts_without_room_are_no_remedy() -> None:
+    mine = seen(lanes=1.0, most=3, able=(1, 2), hosts=(0,))
+    beside = seen("text", lanes=0.9, hosts=(1,), most=1), seen("code", lanes=0.9, hosts=(2,), most=1)
+    found = told(Scaler(replace(LIMITS, cores=3)), look(mine, *beside, waited_s=0.2), 3)
+    assert {type(d) for d in found} == {CannotKeepUp}
+    lock = seen("text", lanes=0.9, free_s=0.0, hosts=(1,), most=1)
+    other = seen(lanes=1.0, most=2, able=(1,), hosts=(0,), free_s=0.0)
+    assert {type(d) for d in told(Scaler(replace(THREADED, cores=2)), look(other, lock, waited_s=0.2), 3)} == {CannotKeepUp}, (
+        "a lock is one"
+    )

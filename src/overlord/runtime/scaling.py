@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,6 +24,7 @@ class Scaling(Spreading, Watching):
         self._gauges: dict[str, Any] = {}  # answers of this look, by host
         self._asked_hosts = self._looking = 0
         self._free_seconds: list[float] = []  # by source: of a sample, known to release the interpreter lock
+        self._full: set[int] = set()  # hosts that may read no other source, at the last look
         self._weights: dict[str, int] = {}  # bytes that loader hosts hold, where that is bounded
         self._stop_looking: Callable[[], None] = lambda: None
         options, threads = self.blueprint.options, lanes_of(self.blueprint.options, self.hosting)
@@ -85,6 +87,7 @@ class Scaling(Spreading, Watching):
         loaders = {int(name.rpartition("/")[2]): rows for name, rows in self._gauges.items() if name.startswith("loader")}
         hosts = [h for h in self._loaders if h in self._living()]
         weights = [self._weights.get(self._loaders[h].handle.name, 0) for h in hosts]
+        self._full = self._full_hosts()
         return self._observed(
             self._machine.now(), loaders, self.past.acked, math.fsum(waits) / len(waits) if waits else 0.0, hosts=len(hosts),
             changing=self.changing, host_bytes=max(weights, default=0),
@@ -104,8 +107,20 @@ class Scaling(Spreading, Watching):
             self._free_seconds = known + [0.0] * (n - len(known))
         return self._free_seconds[source]
 
-    def _spread(self, source: int, hosts: int) -> bool:
-        return self.spread(source, hosts)
+    def _able(self, source: int) -> tuple[int, ...]:
+        """Return the hosts that have its code, and no more sources than ``sources_per_host`` allows."""
+        hosts = sorted(self._living() - self._full - set(self.hosts_of(source)))
+        return tuple(h for h in hosts if source in self._kits.get(h, ()))
+
+    def _full_hosts(self) -> set[int]:
+        """Return the hosts that may read no other source."""
+        if not (bound := self.blueprint.options.sources_per_host):
+            return set()
+        reads = Counter(h for i in range(len(self.hosting.loaders)) for h in self.hosts_of(i))
+        return {h for h, n in reads.items() if n >= bound}
+
+    def _spread(self, source: int, hosts: int, on: Sequence[int]) -> bool:
+        return self.spread(source, hosts, on)
 
     def _scaling_figures(self) -> dict[str, Any]:
         told = self._watch_figures(self._machine.now())

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from overlord.scaling.threads import useful
 
 LEAST_ROOM = 0.1  # of what a host could give a source alone: the least it is taken to have, however crowded it is
+WORTH = 0.3  # the same of a host that does not read it yet: with less, reading it there too is not worth the change
+CLOSE = 1e-9  # cores that count as none
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One source: cores that it needs now and soon, its locked part, the hosts that read it and the processes these are."""
+    """One source: cores that it needs now and soon, its locked part, the hosts that read it, the processes these are, and other hosts
+    that could read it."""
 
     name: str
     now: float
@@ -24,6 +27,7 @@ class Demand:
     locked: float
     hosts: tuple[int, ...]
     processes: int
+    able: tuple[int, ...] = ()
 
     @property
     def each(self) -> float:
@@ -39,6 +43,7 @@ class Need:
     later: float
     rooms: tuple[float, ...]  # that each of its hosts has for it, the least first
     per_host: float
+    beside: tuple[tuple[float, int], ...] = ()  # room on other hosts that could read it, the most first, and which
 
     @property
     def most(self) -> float:
@@ -51,6 +56,26 @@ class Need:
     def fewest(self, busy: float) -> int:
         """Return the number of hosts that suffices if none is to be busier than ``busy``, whichever hosts go."""
         return next((n for n in range(1, len(self.rooms)) if self.most <= busy * math.fsum(self.rooms[:n])), len(self.rooms))
+
+    def grant(self, target: float, free: int, most: int) -> Grant:
+        """Return the hosts that bring it to ``target``: up to ``free`` new ones, then those there are with room, ``most`` in all."""
+        missing = self.most / target - self.room
+        new = min(free, most, max(1, math.ceil(missing / self.per_host - CLOSE)))
+        missing, on = missing - new * self.per_host, list[int]()
+        for room, h in self.beside:
+            if missing > CLOSE and new + len(on) < most:
+                on.append(h)
+                missing -= room
+        return Grant(new, tuple(on), max(0, math.ceil(missing / self.per_host - CLOSE)))
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Hosts for a source: how many to start, which to use besides, and how many more it would take."""
+
+    new: int
+    on: tuple[int, ...]
+    short: int
 
 
 def needs_of(demands: Sequence[Demand], lanes: float) -> dict[str, Need]:
@@ -65,6 +90,9 @@ def needs_of(demands: Sequence[Demand], lanes: float) -> dict[str, Need]:
 
 def _need(d: Demand, lanes: float, threads: Mapping[int, float], lock: Mapping[int, float]) -> Need:
     alone = useful(lanes, d.locked)
+    others = sorted(
+        ((min(lanes - threads.get(h, 0.0), (1 - lock.get(h, 0.0)) / (d.locked or 1.0), alone), h) for h in d.able), reverse=True
+    )
     apart = min(1.0, d.processes / (d.locked * len(d.hosts))) if d.locked and d.hosts else 1.0  # several places share a lock
 
     def room(h: int) -> float:
@@ -73,7 +101,8 @@ def _need(d: Demand, lanes: float, threads: Mapping[int, float], lock: Mapping[i
             free = min(free, (1 - (lock[h] - min(d.locked * d.each, 1.0))) / d.locked, alone)
         return apart * max(LEAST_ROOM * alone, free)
 
-    return Need(d.now, d.later, tuple(sorted(map(room, d.hosts))), alone)
+    beside = tuple((room, h) for room, h in others if room >= WORTH * alone)
+    return Need(d.now, d.later, tuple(sorted(map(room, d.hosts))), alone, beside)
 
 
 def cores_used(demands: Sequence[Demand], lanes: float, hosts: int) -> float:

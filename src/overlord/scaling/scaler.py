@@ -64,6 +64,7 @@ class SourceSeen:
     waited_for: bool = False  # the next step waits for it
     hosts: tuple[int, ...]  # that read it
     most: int = 1  # hosts that could
+    able: tuple[int, ...] = ()  # of those there are, that do not and could
     free_s: float = math.inf  # of a core, for a sample: known to release the interpreter lock; the rest is assumed to hold it
     processes: int = 0  # that its code runs in; 0: one for each of ``hosts``
     read_s: float = 0.0  # what a usual read takes
@@ -92,6 +93,7 @@ class Scale:
     hosts: int  # from here on
     had: int
     reason: str
+    on: tuple[int, ...] = ()  # of these, hosts that read other sources already; those that are missing are started
 
     def __str__(self) -> str:
         return f"{self.source}: {self.had} -> {self.hosts} loader hosts: {self.reason}"
@@ -229,7 +231,7 @@ class Scaler:
             # What was needed a moment ago may be needed again in a moment: mixtures that learn go up and down.
             shares = max(s.share, known.share), s.ahead
             now, later = (self.pace * self._samples(s, share, per_step) * known.cost_s for share in shares)
-            found.append(Demand(s.name, now, later, self._locked(s), s.hosts, s.processes or len(s.hosts)))
+            found.append(Demand(s.name, now, later, self._locked(s), s.hosts, s.processes or len(s.hosts), s.able))
         self._all = math.fsum(d.now for d in found)
         return found
 
@@ -268,12 +270,12 @@ class Scaler:
                 continue
             crowded |= set(s.hosts)
             need, had = needs[s.name], len(s.hosts)
-            wanted = had + max(1, math.ceil((need.most / self.limits.target - need.room) / need.per_host - 1e-9))
-            hosts = min(wanted, s.most, had + self._free(observed))
+            grant = need.grant(self.limits.target, self._free(observed), s.most - had)
+            hosts = had + grant.new + len(grant.on)
             if hosts > had:
-                ups.append(self._changed(Scale(source=s.name, hosts=hosts, had=had, reason=self._why(s, need)), now))
-            if hosts < wanted and self._is_news(s.name, wanted):
-                short.append(self._short(s, need, hosts, wanted))
+                ups.append(self._changed(Scale(source=s.name, hosts=hosts, had=had, reason=self._why(s, need), on=grant.on), now))
+            if grant.short and self._is_news(s.name, hosts + grant.short):
+                short.append(self._short(s, need, hosts, hosts + grant.short))
             if ups:
                 break
         return ups, short + [self._slow_storage(s, needs[s.name]) for s in observed.sources if self._is_slow(s, needs[s.name])]
