@@ -20,7 +20,7 @@ POOL = "ARROW_DEFAULT_MEMORY_POOL"  # looked at once, when Arrow is first used
 ARENAS = "MALLOC_ARENA_MAX"
 TUNABLES, ARENAS_TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.arena_max"
 M_ARENA_MAX = -8  # of <malloc.h>
-LATER = 4  # threads of a host, besides workers and links, that start after its limit is set: pump, storage watch, server
+LATER = 4  # threads of a host, not counting workers and links, that start after its limit is set: event loop, storage watch, server
 DEFAULT = 8  # arenas per core: the limit of the GNU C library itself
 
 

@@ -1,4 +1,4 @@
-"""What sources need of their loader hosts and what these can give, in cores. Pure.
+"""Needs of sources and room of their loader hosts, in cores. Pure.
 
 A host has two resources: its threads, and one interpreter lock. A source needs both, the lock for its locked part alone.
 """
@@ -37,7 +37,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a source needs and has, in cores."""
+    """The cores that a source needs and has."""
 
     now: float
     later: float

@@ -19,7 +19,7 @@ LEAST_TAIL = 4.0  # a slow read counts as one of a long tail when it takes so ma
 WAITED = 0.02  # of their time that trainers wait before anybody is named where nothing can be moved
 MOST_AHEAD = 32  # steps' worth of samples held ready of one source; bytes are bounded beside that
 LOCKED = 0.5  # locked part of a source above which threads are no remedy for it
-SPARE = 0.25  # of a core that may be missing for one host more: light sources beside a heavy one take a few percent of theirs
+SPARE = 0.25  # of a core that may be missing for one host more: light sources that share a host with a heavy one take a few percent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
