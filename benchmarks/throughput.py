@@ -2,6 +2,7 @@
 
     python benchmarks/throughput.py                                     # everything, about an hour
     python benchmarks/throughput.py --sources 5 --pairs 1 --quick       # a first look, about two minutes
+    python benchmarks/throughput.py --sources 100 --jobs tokenized --peers overlord-process --arenas 2,5,16,64    # malloc arenas
 
 All peers do the job for the same number of ranks, 8 unless said otherwise, with the same tokens per rank and step. The bare loop
 packs for nobody in particular, so its cost per token is that of the job for any number of ranks; its first step is that of 8.
@@ -116,6 +117,17 @@ def order_of_cells(peers: Sequence[str], pairs: int) -> list[str]:
     return cells
 
 
+def with_arenas(peers: Sequence[str], arenas: Sequence[int]) -> list[str]:
+    """Return the peers, each of Overlord's also with every given number of malloc arenas: ``overlord-process@64``."""
+    return [name for peer in peers for name in (peer, *(f"{peer}@{n}" for n in arenas if peer.startswith("overlord")))]
+
+
+def parts_of(label: str) -> tuple[str, int]:
+    """Return the peer of a label, and its malloc arenas; 0: as it chooses."""
+    peer, _, arenas = label.partition("@")
+    return peer, int(arenas or 0)
+
+
 def measure(
     found: dict[int, Corpus],
     jobs: Sequence[str],
@@ -135,8 +147,8 @@ def measure(
             for peer in cells:
                 shown.update(bar, description=f"{setting.job}, {setting.n_sources} sources: {peer}")
                 tokens = amount.tokens(setting.job, setting.n_sources, peer)
-                folder = str(found[setting.n_sources].folder)
-                work = Work(peer, setting.job, folder, setting.n_sources, tokens, ranks=ranks, seed=seed)
+                folder, (name, arenas) = str(found[setting.n_sources].folder), parts_of(peer)
+                work = Work(name, setting.job, folder, setting.n_sources, tokens, ranks=ranks, seed=seed, arenas=arenas)
                 wait_for_idle(idle_s)
                 setting.runs.append(run_cell(work, limit_s))
                 shown.advance(bar)
@@ -158,7 +170,7 @@ def rows_of(setting: Setting, peers: Sequence[str]) -> list[list[str]]:
             row += ["1", "0"]
         row += [_spread([p.whole_ratio for p in paired], ".2f") if paired else "1"]
         row += [_median(runs, "startup_cpu_s", ".2f"), _median(runs, "first_step_s", ".2f")]
-        of_it = f" ({_median(runs, 'clients_pss_mb', '.0f')})" if peer in SERVED else ""
+        of_it = f" ({_median(runs, 'clients_pss_mb', '.0f')})" if parts_of(peer)[0] in SERVED else ""
         row += [_median(runs, "speed", ".2f"), _median(runs, "over_idle_mb", ".0f"), _median(runs, "pss_mb", ".0f") + of_it]
         row += [str(runs[0].processes), _median(runs, "millions", ".0f"), _median(runs, "others_cores", ".2f")]
         rows.append(row)
@@ -267,6 +279,12 @@ class TokenCounts(click.ParamType):
     help="Overlord's cells deliver so many times more: "
     "it reads ahead by slices of every source, which a short run over many sources does not use up.",
 )
+@click.option(
+    "--arenas",
+    type=Numbers(),
+    default=list,
+    help="Malloc arenas: Overlord's cells run with the limit it chooses, and with each of these (MALLOC_ARENA_MAX).",
+)
 @click.option("--quick", is_flag=True, help=f"{QUICK} times fewer tokens: a look, not a measurement.")
 @click.option("--data", type=click.Path(path_type=Path, file_okay=False), default=default_folder, help="Where the data is made and kept.")
 @click.option("--seed", type=int, default=1, show_default=True)
@@ -278,11 +296,11 @@ class TokenCounts(click.ParamType):
 @click.option("--save", "saving", is_flag=True, help="Writes the table, dated, to benchmarks/results.")
 def main(
     sources: list[int], jobs: list[str], peers: list[str], ranks: int, pairs: int, tokens: dict[str, int], overlord_times: int,
-    quick: bool, data: Path, seed: int, limit_s: float, idle_s: float, json_path: Path | None, saving: bool,
+    arenas: list[int], quick: bool, data: Path, seed: int, limit_s: float, idle_s: float, json_path: Path | None, saving: bool,
 ) -> None:  # fmt: skip
     console = wide_console()
     amount = Amount(tokens, QUICK if quick else 1, overlord_times)
-    peers = ["bare", *(peer for peer in dict.fromkeys(peers) if peer != "bare")]
+    peers = ["bare", *with_arenas([peer for peer in dict.fromkeys(peers) if peer != "bare"], arenas)]
     try:
         settings = measure(
             corpora(console, data, sources, seed), jobs, order_of_cells(peers, pairs), amount, ranks, seed, limit_s, idle_s, console
@@ -295,7 +313,8 @@ def main(
         runs = [asdict(run) for setting in settings for run in setting.runs]
         json_path.write_text(json.dumps({"date": today, "machine": machine(), "pairs": pairs, "runs": runs}, indent=1))
     if saving:
-        console.print(f"saved {save(f'{today}-throughput', markdown(settings, peers, pairs, today), {})}")
+        name = f"{today}-throughput{'-arenas' * bool(arenas)}"
+        console.print(f"saved {save(name, markdown(settings, peers, pairs, today), {})}")
 
 
 if __name__ == "__main__":

@@ -92,8 +92,14 @@ MUTATIONS = [
     *_at(
         "scaling/scaler.py",
         ("who only waits would take any number of steps", "max(seconds - waited, seconds / 20)", "max(seconds - waited, 1e-9)"),
-        ("more hosts though nobody waits", "and (need.later > need.now or self.waited > 0.01 or self._is_busy(s, observed))", ""),
-        ("full hosts do not count before somebody waits", "or self.waited > 0.01 or self._is_busy(s, observed)", "or self.waited > 0.01"),
+        ("more hosts though nobody waits", "and self._is_missed(s, need, observed)", ""),
+        (
+            "full hosts do not count before somebody waits",
+            "or self.waited > 0.01 or self._is_busy(seen, need, observed)",
+            "or self.waited > 0.01",
+        ),
+        ("the lock is never measured", "known.locked if known.locked is not None else locked_part", "locked_part"),
+        ("threads are counted as cores in use", "math.floor(self.limits.cores - self._used + SPARE)", "self.limits.cores // 3 - 1"),
         ("as many given back as meet the target", "hosts = need.fewest(self.limits.low)\n", "hosts = need.fewest(self.limits.target)\n"),
         ("all of a crowded host are named", "if crowded & set(s.hosts):", "if False:"),
         (

@@ -103,6 +103,8 @@ def _start(module: str, work: Work, errors: Any, cache: str) -> subprocess.Popen
     single = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     paths = os.pathsep.join([str(HERE), str(HERE.parent / "src")])
     environment = {**os.environ, **single, "PYTHONPATH": paths, "OVERLORD_CACHE": cache}
+    if work.arenas and module != "peers.connected":  # trainers that only receive are not part of the question
+        environment["MALLOC_ARENA_MAX"] = str(work.arenas)
     command = [sys.executable, "-m", module, json.dumps(asdict(work))]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, cwd=HERE, start_new_session=True
@@ -200,7 +202,7 @@ def _figures(work: Work, marks: list[dict[str, Any]], go: float, processes: int,
     tokens, cpu = total("tokens", "start", LAST), total("cpu", "start", LAST)
     wall = max(m[LAST]["wall"] for m in marks) - go
     return Figures(
-        peer=work.peer,
+        peer=work.label,
         job=work.job,
         n_sources=work.n_sources,
         ranks=work.ranks,

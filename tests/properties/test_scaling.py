@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overlord.scaling.needs import Demand, cores_used, needs_of
 from overlord.scaling.scaler import Limits, Observed, Scale, Scaler, SourceSeen
 from overlord.scaling.sharing import kept, spread, widened
+from overlord.scaling.threads import measured_part, useful, worth
 from tests.laws import examples
 
 HOSTS = st.lists(st.integers(0, 12), min_size=1, max_size=8, unique=True)
@@ -103,11 +105,13 @@ class World:
     """Sources of some cost, trainers with a step time, hosts as the scaler says."""
 
     def __init__(
-        self, costs: list[float], weights: list[float], step_s: float, limits: Limits, most: int, noise: float = 0.0, seed: int = 0
-    ):
-        self.costs, self.weights, self.step_s, self.limits, self.most = costs, weights, step_s, limits, most
-        self.hosts = {i: {0} for i in range(len(costs))}
-        self.next, self.now, self.noise, self.random = 1, 0.0, noise, Random(seed)
+        self, costs: list[float], weights: list[float], step_s: float, limits: Limits, most: int, noise: float = 0.0, seed: int = 0,
+        first: int = 1,
+    ):  # fmt: skip
+        """``first``: hosts of the launch, which can read every source."""
+        self.costs, self.weights, self.step_s, self.limits, self.most, self.first = costs, weights, step_s, limits, most, first
+        self.hosts = {i: {i % first} for i in range(len(costs))}
+        self.next, self.now, self.noise, self.random = first, 0.0, noise, Random(seed)
         self.scaler, self.told = Scaler(limits), list[Scale]()
         self.ahead: list[float] | None = None
 
@@ -137,6 +141,7 @@ class World:
             SourceSeen(
                 name=f"s{i}", share=shares[i], ahead=max(shares[i], later[i]), drawn=steps * samples * shares[i],
                 read=about(steps * samples * shares[i]), busy_s=about(steps * work[i]), hosts=tuple(sorted(self.hosts[i])), most=self.most,
+                able=tuple(h for h in range(self.first) if h not in self.hosts[i] and any(h in hosts for hosts in self.hosts.values())),
             )
             for i in range(len(work))
         )  # fmt: skip
@@ -159,21 +164,22 @@ class World:
             others = Counter(h for j, hosts in self.hosts.items() if j != i for h in hosts)
             self.hosts[i] = set(kept(sorted(self.hosts[i]), scale.hosts, others, lambda h: h == 0))
         else:
-            self.hosts[i] |= set(range(self.next, self.next + scale.hosts - scale.had))
-            self.next += scale.hosts - scale.had
+            new = scale.hosts - scale.had - len(scale.on)
+            self.hosts[i] |= {*scale.on, *range(self.next, self.next + new)}
+            self.next += new
 
 
 COSTS = st.lists(st.floats(1e-5, 5e-2), min_size=1, max_size=5)
 WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=5, max_size=5)
 
 
-@given(COSTS, WEIGHTS, st.floats(0.05, 2.0), st.integers(1, 32), st.integers(1, 8), st.integers(0, 99))
+@given(COSTS, WEIGHTS, st.floats(0.05, 2.0), st.integers(1, 32), st.integers(1, 8), st.integers(0, 99), st.integers(1, 3))
 @examples(60)
 def test_a_mixture_that_stays_does_not_flap(
-    costs: list[float], weights: list[float], step_s: float, cores: int, most: int, seed: int
+    costs: list[float], weights: list[float], step_s: float, cores: int, most: int, seed: int, first: int
 ) -> None:
     """Sources settle within a minute, and then nothing changes any more, though measurements differ by some percent."""
-    world = World(costs, weights[: len(costs)], step_s, Limits(cores=cores), most, noise=0.05, seed=seed)
+    world = World(costs, weights[: len(costs)], step_s, Limits(cores=max(cores, first)), most, noise=0.05, seed=seed, first=first)
     for _ in range(30 + 20 * len(costs)):
         world.look()
     settled, n = dict(world.hosts), len(world.told)
@@ -207,3 +213,56 @@ def test_in_the_end_trainers_do_not_wait_or_it_is_said_why(cost: float, most: in
     elif needed > min(6, most):
         assert [d.source for d in short] == ["s0"]
         assert short[0].wanted >= math.floor(needed)
+
+
+# threads and the interpreter lock
+
+PARTS = st.floats(0.0, 1.0)
+
+
+@given(st.floats(1.0, 64.0), PARTS, PARTS)
+@examples(100)
+def test_a_process_uses_between_one_core_and_all_its_lanes_and_less_the_more_of_its_code_is_locked(
+    lanes: float, a: float, b: float
+) -> None:
+    assert 1 - 1e-9 <= useful(lanes, max(a, b)) <= useful(lanes, min(a, b)) + 1e-9 <= lanes + 1e-6
+    assert useful(lanes, 1.0) == pytest.approx(1.0)
+    assert useful(lanes, 0.0) == lanes
+
+
+@given(st.floats(2.0, 16.0), st.floats(0.01, 1.0))
+@examples(100)
+def test_the_part_that_is_measured_is_the_one_that_amdahl_was_told(lanes: float, locked: float) -> None:
+    assert measured_part(lanes, useful(lanes, locked)) == pytest.approx(locked)
+    assert measured_part(lanes, 2 * lanes) == 0.0, "work in other processes beside it"
+    assert measured_part(lanes, 0.5) is measured_part(1.2, 1.0) is None
+
+
+@given(st.integers(1, 64))
+@examples(40)
+def test_more_threads_are_never_worth_less_and_one_is_worth_a_core(threads: int) -> None:
+    assert worth(1) == 1.0 <= worth(threads) <= worth(threads + 1) <= threads + 1
+
+
+DEMANDS = st.lists(st.tuples(st.floats(0.0, 5.0), PARTS, st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)), max_size=5)
+
+
+@given(DEMANDS, st.floats(1.0, 8.0))
+@examples(200)
+def test_no_host_has_more_room_than_its_threads_and_its_lock(asked: list[tuple[float, float, list[int]]], lanes: float) -> None:
+    demands = [Demand(f"s{i}", now, now, part, tuple(hosts), len(hosts)) for i, (now, part, hosts) in enumerate(asked)]
+    for d in demands:
+        need = needs_of(demands, lanes)[d.name]
+        assert len(need.rooms) == len(d.hosts)
+        assert all(0 < room <= useful(lanes, d.locked) + 1e-9 for room in need.rooms)
+    hosts = len({h for d in demands for h in d.hosts})
+    assert hosts <= cores_used(demands, lanes, hosts) + 1e-9 <= hosts * lanes + 1e-6
+
+
+@given(DEMANDS)
+@examples(100)
+def test_with_one_thread_a_lock_changes_nothing(asked: list[tuple[float, float, list[int]]]) -> None:
+    locked = [Demand(f"s{i}", now, now, part, tuple(hosts), len(hosts)) for i, (now, part, hosts) in enumerate(asked)]
+    free = [Demand(d.name, d.now, d.later, 0.0, d.hosts, d.processes) for d in locked]
+    for name, need in needs_of(locked, 1.0).items():
+        assert need.rooms == pytest.approx(needs_of(free, 1.0)[name].rooms)

@@ -15,6 +15,7 @@ import pytest
 
 import overlord as ov
 from overlord.observe.tables import scaling_facts
+from tests.corpus import write_rows
 from tests.processes import PARTS, WAIT_S, Played, hosts_of, launch, play, run, runs, until
 from tests.worlds import Rows
 
@@ -179,6 +180,73 @@ def test_a_source_that_joined_is_scaled_as_the_others_are(journal: bool, tmp_pat
     assert profile.samples >= 64
 
 
+# code that holds the interpreter lock
+
+
+def locked(row: dict[str, Any]) -> dict[str, Any]:
+    """Plain Python: threads of one process run it one after the other."""
+    sum(k * k for k in range(20_000))
+    return row
+
+
+def locked_job(folder: Path, workers: str = "threads") -> ov.Job:
+    """The mixture begins with so little of the locked source that one host is enough for all."""
+    for name, first in (("light", 0), ("heavy", 1000)):
+        rows = [{"n": first + k, "tokens": [first + k] * (1 + k % 7)} for k in range(240)]
+        write_rows(folder / name, "parquet", rows, row_group_size=16)
+    light, heavy = (str(folder / name / "*.parquet") for name in ("light", "heavy"))
+    return job(
+        sources=[
+            ov.Source("light", light, transforms=[ov.Tokens("tokens")], epochs=None),
+            ov.Source("heavy", heavy, transforms=[ov.Map(locked, rows=True), ov.Tokens("tokens")], epochs=None, workers=workers),
+        ],
+        mixture=ov.schedule.staged({0: {"light": 999, "heavy": 1}, 4: {"light": 1, "heavy": 9}}),
+        place=ov.ClientPlaceTree(dp=1), batch=ov.Batch(samples=40, context=32), until=5000,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_autoscaling_adds_a_process_for_code_that_holds_the_interpreter_lock(workers: str, tmp_path: Path) -> None:
+    """With default threads: one host with as many threads as cores is not as many cores for such code."""
+    made = locked_job(tmp_path / "data", workers)
+    hurried = {"interval_s": 0.1, "patience": 1, "cool_down_s": 0.1}
+    digests: list[str] = []
+    with launch(made, hosts=3, constructor_hosts=1, autoscale=hurried, cache_dir=tmp_path / "cache") as session:
+        assert has(session, 1), "the partition has chosen one host for the mixture as it begins"
+        client = session.client(0)
+
+        def grown() -> bool:
+            for _ in range(10):  # a trainer that does nothing but wait
+                digests.append(next(client).plan_digest)
+            return loaders_apart(session) >= 2
+
+        until(grown)
+        told = session.metrics()["scaling"]
+    assert any(d["what"] == "Scale" and d["source"] == "heavy" and d["hosts"] >= 2 for d in told["decisions"])
+    assert told["sources"]["heavy"]["locked"] > 0.5
+    assert told["most_hosts"] == 3
+    with launch(made, "local", cache_dir=tmp_path / "cache") as session:
+        client = session.client(0)
+        assert [next(client).plan_digest for _ in range(min(50, len(digests)))] == digests[:50], "the stream is the same"
+
+
+def test_where_every_core_has_a_host_a_heavy_source_is_read_on_hosts_of_others_that_have_room(tmp_path: Path) -> None:
+    """Two locked sources begin with a host each, on two cores; then nearly all is drawn from one of them."""
+    made = locked_job(tmp_path / "data")
+    other = replace(made.sources[1], name="light", uri=made.sources[0].uri)
+    mixture = ov.schedule.staged({0: {"light": 1, "heavy": 1}, 4: {"light": 1, "heavy": 99}})
+    hurried = {"interval_s": 0.1, "patience": 1, "cool_down_s": 0.1}
+    made = replace(made, sources=[other, made.sources[1]], mixture=mixture)
+    with launch(made, hosts=2, constructor_hosts=1, autoscale=hurried, cache_dir=tmp_path / "cache") as session:
+        assert has(session, 2)
+        assert loaders_apart(session) == 1
+        client = session.client(0)
+        until(lambda: [next(client) for _ in range(10)] and loaders_apart(session) == 2)
+        moved = [d for d in session.metrics()["scaling"]["decisions"] if d["what"] == "Scale" and d["source"] == "heavy"]
+        assert has(session, 2), "as many as cores: none was added"
+    assert any(d["on"] for d in moved)
+
+
 # where nothing is moved
 
 
@@ -207,7 +275,7 @@ def test_a_source_that_cannot_keep_up_is_named_with_the_loaders_it_would_take_th
     slow_one = told["cannot_keep_up"]["slow"]
     assert (slow_one["has"], slow_one["what"]) == (1, "loaders")
     assert slow_one["needs"] > 1
-    assert "samples a second of" in slow_one["reason"]
+    assert "samples a second of" in slow_one["reason"] or "of a core" in slow_one["reason"], "on a busy machine it waits for a core as well"
     assert {d["what"] for d in told["decisions"]} <= {"CannotKeepUp", "ReadAhead"}, "nothing is moved unless it was asked for"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,12 @@ def test_the_table_tells_what_clients_hold_of_the_memory() -> None:
     assert row["with imports MB (clients)"] == "500 (120)"
     assert row["MB over imports"] == "400", "imports are left out for everyone"
     assert "8 ranks" in throughput.markdown([setting], ["bare", "overlord-process"], 1, "2026-01-01")
+
+
+def test_overlord_runs_with_every_number_of_arenas_that_was_asked_for_and_with_its_own() -> None:
+    assert throughput.with_arenas(["bare", "overlord-process", "torch"], [3, 64]) == [
+        "bare", "overlord-process", "overlord-process@3", "overlord-process@64", "torch",
+    ]  # fmt: skip
+    assert throughput.parts_of("overlord-process@64") == ("overlord-process", 64)
+    assert throughput.parts_of("bare") == ("bare", 0)
+    assert replace(Work("overlord", "null", "", 1, 1), arenas=3).label == "overlord@3"

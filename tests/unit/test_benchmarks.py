@@ -22,6 +22,7 @@ from overlord.sample import Ragged
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import autoscale  # noqa: E402
 import balance  # noqa: E402
 import constructors  # noqa: E402
 import endtoend_model  # noqa: E402
@@ -315,3 +316,16 @@ def test_a_run_of_faults_that_would_end_before_they_are_over_is_refused() -> Non
     refused = CliRunner().invoke(faults.main, ["--steps", "18", "--loaders", "2"])
     assert refused.exit_code == 2
     assert "--steps" in refused.output
+
+
+def test_the_autoscale_benchmark_launches_with_defaults_and_counts_the_start_as_waiting() -> None:
+    """Threads are left to the package: set to one, they would hide that code which holds the interpreter lock needs processes."""
+    setting = autoscale.Setting(folder=Path(), hosts=3, steps=4, step_s=0.1, costs=dict.fromkeys(autoscale.LIGHT, 1e-3), samples=8)
+    assert autoscale.options_of("autoscale", setting) == {"hosts": 3, "autoscale": True}
+    assert autoscale.options_of("off", setting) == {"hosts": 3, "autoscale": False}
+    assert list(autoscale.provisions(setting)) == ["worst case", "average", "off", "autoscale"]
+    assert autoscale.hashed in autoscale.CODE.values()
+    done = autoscale.Outcome("autoscale", waits=[2.0, 0.5, 0.0], at=[2.0, 2.6, 2.7], seen=[(1.0, 1), (2.0, 3), (3.0, 3)])
+    assert (done.start_s, done.waited(), done.loader_seconds) == (2.0, 2.5, 4.0)
+    found = dict(zip(autoscale.HEAD, autoscale.row(done, done, setting), strict=True))
+    assert (found["start s"], found["trainer waited s"], found["longest wait after start s"]) == ("2.00", "2.50", "0.50")

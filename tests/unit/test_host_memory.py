@@ -1,10 +1,12 @@
-"""What a host does not hold: freed memory that nobody uses again, and pandas."""
+"""What a host does not hold: freed memory that nobody uses again, and pandas. How many arenas its threads share."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import overlord as ov
+from overlord import allocators
+from overlord.allocators import DEFAULT, LATER, arena_limit, chosen_by_user, limit_arenas
+from overlord.limits import cores
+from overlord.runtime import machine
+from overlord.runtime.machine import Machine
 from overlord.runtime.process_control import ProcessControl
 from overlord.sources.views import arrow_of, numpy_of
 from tests.corpus import write_rows
@@ -79,3 +87,84 @@ def test_hosts_have_arrow_take_memory_from_the_c_library_and_their_environment_d
     with ProcessControl() as control:
         found = control.get(control.call(control.spawn(Pool, name="pool"), "backend"), 30.0)
     assert found == ["system", None]
+
+
+# arenas
+
+GNU = hasattr(ctypes.CDLL(None), "mallopt")
+HEAP = 2**26  # bytes: the GNU C library aligns the memory of an arena to this
+
+
+class Arenas:
+    """A host process that starts its threads in the order of a real one: service threads first, then workers."""
+
+    def shared(self, workers: int) -> list[list[str]]:
+        """Return the threads that share an arena with a worker."""
+        Machine().prepare(workers)
+        malloc, over, where = ctypes.CDLL(None).malloc, threading.Event(), dict[str, int]()
+        malloc.restype = ctypes.c_void_p
+
+        def allocate(name: str, done: threading.Event) -> None:
+            where[name] = malloc(5000) // HEAP  # more than a thread's own cache serves
+            done.set()
+            over.wait()
+
+        for name in [f"service {k}" for k in range(LATER)] + [f"worker {k}" for k in range(workers)]:
+            done = threading.Event()
+            threading.Thread(target=allocate, args=(name, done), daemon=True).start()
+            done.wait()
+        over.set()
+        by_arena = [sorted(n for n, a in where.items() if a == arena) for arena in set(where.values())]
+        return [names for names in by_arena if len(names) > 1 and names[-1].startswith("worker")]
+
+
+@pytest.mark.skipif(not GNU or cores() < 2, reason="needs the GNU C library, and cores for threads to run at the same time")
+def test_no_worker_of_a_host_process_shares_an_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C library gives arenas to threads in the order they come: with one for each worker, service threads had taken them."""
+    for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    with ProcessControl() as control:
+        assert control.get(control.call(control.spawn(Arenas, name="arenas"), "shared", 4), 30.0) == []
+
+
+@examples(100)
+@given(st.integers(1, 64), st.integers(1, 256), st.integers(0, 64), st.integers(1, 40))
+def test_a_host_has_an_arena_for_each_thread_but_no_more_than_the_c_library_would_give(
+    workers: int, n_cores: int, links: int, running: int
+) -> None:
+    limit = arena_limit(workers, n_cores, links=links, running=running)
+    threads = running + workers + links + LATER
+    assert limit >= min(threads, DEFAULT * n_cores)
+    assert workers + 1 <= limit <= max(workers + 1, DEFAULT * n_cores)
+    assert limit <= threads + n_cores, "beyond threads of our own, one for each core"
+    assert limit <= arena_limit(workers + 1, n_cores, links=links, running=running)
+    assert limit <= arena_limit(workers, n_cores + 1, links=links, running=running)
+
+
+@pytest.mark.parametrize(
+    ("workers", "n_cores", "limit"), [(1, 1, 8), (1, 2, 11), (2, 2, 12), (4, 16, 28), (16, 16, 40)], ids=lambda value: str(value)
+)
+def test_arenas_of_hosts_of_some_machines(workers: int, n_cores: int, limit: int) -> None:
+    assert arena_limit(workers, n_cores, links=1, running=3) == limit
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("MALLOC_ARENA_MAX", "64"), ("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=3")]
+)
+def test_arenas_that_the_user_has_chosen_stay(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert limit_arenas(4) == 0
+    assert not chosen_by_user({"MALLOC_ARENA_MAX": "", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"})
+
+
+def test_a_trainer_keeps_its_arenas_where_everything_runs_in_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def called(*_: Any) -> int:
+        raise AssertionError("the arenas of a trainer's process are not for hosts to limit")
+
+    monkeypatch.setattr(machine, "limit_arenas", called)
+    monkeypatch.setattr(allocators, "limit_arenas", called)
+    write_rows(tmp_path / "ids", "parquet", [{"ids": [1, 2]} for _ in range(20)])
+    source = ov.Source("ids", str(tmp_path / "ids"), transforms=[ov.Tokens("ids")])
+    job = ov.Job(name="embedded", sources=[source], batch=ov.Batch(samples=4, context=8), place=ov.ClientPlaceTree(dp=1), until=2)
+    with ov.launch(job) as session:
+        assert sum(1 for _ in session.client(0)) == 2

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.runtime.bootstrap import Blueprint, Options
 from overlord.runtime.hosting import Hosting, SourceLoad, load_of, plan_hosts
+from overlord.runtime.partitioning import loads_of
+from overlord.scaling.partition import HOST_BYTES, Resources, partition
 from tests.corpus import write_rows
 from tests.laws import examples
 
@@ -159,6 +163,61 @@ def test_a_table_tells_people_what_runs_where() -> None:
     assert "host 0" in table
     assert "and 11 more" in table
     assert "web (1 of its 2 loaders; 50% of the work)" in table
+
+
+def held(name: str, cost: float = 1.0, **changes: object) -> SourceLoad:
+    """All of its code is assumed to hold the interpreter lock."""
+    return replace(load(name, cost), free_s=0.0, **changes)
+
+
+def test_light_sources_that_hold_the_interpreter_lock_get_a_process_for_every_core_that_they_take() -> None:
+    assert plan_hosts([held(f"s{i}") for i in range(8)], cores=3).n_hosts == 3
+    assert plan_hosts(equal(8), cores=3).n_hosts == 1, "threads are enough for those that release it"
+    mixed = plan_hosts([*equal(15), *(held(f"h{i}", 0.5) for i in range(6))], cores=6)
+    assert mixed.n_hosts == 1, "a sixth of the work is one core's"
+
+
+def test_a_partition_does_not_count_threads_as_cores_for_code_that_holds_the_interpreter_lock() -> None:
+    loads, room = [load("light", 0.07), held("heavy", 0.93)], Resources(cores=3, memory_bytes=2**40)
+    made = partition(loads, room)
+    assert (made.hosting.n_hosts, made.hosting.loaders) == (3, (1, 3))
+    assert partition([loads[0], load("heavy", 0.93)], room).hosting.n_hosts == 1, "where it releases it, one host is enough"
+    tight = partition([held("heavy", memory=2**20)], Resources(cores=4, memory_bytes=HOST_BYTES + 2**21))
+    assert tight.hosting.n_hosts == 1
+    assert tight.rate == pytest.approx(1.0)
+    assert tight.bound.startswith("memory: with ")
+
+
+def test_code_of_the_user_is_assumed_to_hold_the_interpreter_lock_and_code_of_this_package_to_release_it(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows", "parquet", [{"tokens": [1, 2], "text": "a few words " * 200} for _ in range(40)], row_group_size=10)
+    uri, tokenizer = str(tmp_path / "rows"), _tokenizer(tmp_path)
+    code, ids, encode = ov.Map(_same), ov.Tokens("tokens"), ov.Tokenize(tokenizer, text="text")
+    job = ov.Job(
+        name="locks", batch=ov.Batch(samples=8, context=64), place=ov.ClientPlaceTree(),
+        sources=[
+            ov.Source("ids", uri, transforms=[ids]), ov.Source("text", uri, transforms=[encode]),
+            ov.Source("code", uri, transforms=[code, ids]), ov.Source("both", uri, transforms=[code, encode]),
+            ov.Source("apart", uri, transforms=[code, ids], workers="processes"),
+            ov.Source.from_dataset("rows", [{"tokens": [1]}] * 9, transforms=[ids]),
+        ],
+    )  # fmt: skip
+
+    def parts(**options: Any) -> dict[str, float]:
+        made = Blueprint(job, Options(partition="off", **options))
+        made.close()
+        return {found.name: found.locked for found in loads_of(made)}
+
+    found = parts()
+    assert found["ids"] == found["text"] == found["apart"] == 0.0
+    assert found["rows"] == 1.0
+    assert found["both"] < 0.1 < 0.5 < found["code"] < 1.0
+    assert parts(autoscale=True)["apart"] == 1.0, "its loaders share one worker process of a host then"
+    loads = {found.name: found for found in loads_of(Blueprint(job, Options(partition="off")))}
+    assert replace(loads["both"], cost=loads["both"].share * 1e-2).locked > 0.8, "what was measured beyond the encoder's part is the code's"
+
+
+def _same(columns: dict[str, Any]) -> dict[str, Any]:
+    return columns
 
 
 def test_wrong_numbers_are_named() -> None:

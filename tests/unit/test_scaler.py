@@ -279,3 +279,83 @@ def test_shares_are_shown_as_a_moving_average() -> None:
     told(scaler, look(seen(share=0.5)), 1)
     told(scaler, look(seen(share=1.0)), 1, first=2)
     assert scaler.figures()["photos"]["share"] == pytest.approx(0.7)
+
+
+# code that holds the interpreter lock
+
+THREADED = replace(LIMITS, cores=3, lanes=3.0)
+
+
+def test_pieces_of_work_that_take_turns_on_one_core_get_another_process_though_their_host_has_threads_left() -> None:
+    """Three pieces in progress kept one core busy between them: by Karp and Flatt all of it is serial."""
+    scaler = Scaler(THREADED)
+    [scale] = told(scaler, look(seen(lanes=1.0, took_s=3.0, most=3), waited_s=0.5), 2)
+    assert (scale.source, scale.hosts) == ("photos", 3), "one for each core"
+    assert scaler.figures()["photos"]["locked"] == 1.0
+
+
+def test_code_that_is_not_known_to_release_the_lock_gets_processes_before_anything_was_measured() -> None:
+    [scale] = told(Scaler(THREADED), look(seen(lanes=0.95, free_s=0.0, most=3)), 2)
+    assert (scale.source, scale.hosts) == ("photos", 2)
+    assert told(Scaler(THREADED), look(seen(lanes=0.95, most=3)), 6) == [], "threads do the same for code that releases it"
+
+
+def test_threads_that_were_seen_side_by_side_count_as_cores_whatever_was_assumed() -> None:
+    scaler = Scaler(replace(THREADED, cores=6))
+    assert told(scaler, look(seen(lanes=2.0, took_s=2.1, free_s=0.0, most=3)), 6) == []
+    assert scaler.figures()["photos"]["locked"] == pytest.approx(0.045, abs=0.01)
+
+
+def test_no_process_is_added_where_threads_keep_all_cores_busy() -> None:
+    found = told(Scaler(THREADED), look(seen(lanes=2.8, took_s=3.0, most=3), waited_s=0.2), 6)
+    assert [type(d) for d in found] == [CannotKeepUp]
+
+
+def test_what_waits_for_storage_says_nothing_of_the_lock_and_what_was_measured_is_kept() -> None:
+    scaler = Scaler(replace(THREADED, window=1))
+    told(scaler, look(seen(lanes=0.3, took_s=3.0)), 4)
+    assert scaler.figures()["photos"]["locked"] == 0.0
+    told(scaler, look(seen(lanes=1.0, took_s=3.0)), 4, first=5)
+    told(scaler, look(seen(lanes=0.3, took_s=0.3)), 4, first=9)
+    assert scaler.figures()["photos"]["locked"] == 1.0
+
+
+def test_a_host_whose_lock_one_source_holds_has_no_room_for_another_that_wants_it() -> None:
+    both = seen("a", lanes=0.6, free_s=0.0), seen("z", lanes=0.7, free_s=0.0)
+    assert [d.source for d in told(Scaler(THREADED), look(*both, waited_s=0.1), 2)] == ["z"]
+    free = seen("a", lanes=0.6), seen("z", lanes=0.7)
+    assert told(Scaler(THREADED), look(*free, waited_s=0.1), 6) == []
+
+
+def test_where_nothing_is_moved_processes_are_the_remedy_for_code_that_holds_the_lock() -> None:
+    """Three loaders in one process are one core for it."""
+    mine = seen(lanes=1.0, took_s=3.0, hosts=(3, 4, 5), most=3, free_s=0.0, processes=1)
+    [named] = told(Scaler(LIMITS, fixed=True), look(mine, waited_s=0.2), 9)
+    assert isinstance(named, CannotKeepUp)
+    assert named.reason.endswith("its code holds the interpreter lock: workers='processes', or runtime='process' with autoscale=True, "
+                                 "give it more")  # fmt: skip
+
+
+# hosts that are there
+
+
+def test_where_no_host_can_be_added_a_source_is_read_on_those_that_have_room() -> None:
+    """Three hosts of one thread on three cores: two of them idle with what they read."""
+    mine = seen(lanes=1.0, most=3, able=(1, 2), hosts=(0,))
+    beside = seen("text", lanes=0.1, hosts=(1,), most=1), seen("code", lanes=0.6, hosts=(2,), most=1)
+    [scale] = told(Scaler(replace(LIMITS, cores=3)), look(mine, *beside, waited_s=0.2), 2)
+    assert (scale.source, scale.hosts, scale.on) == ("photos", 2, (1,)), "the one with the most room"
+    [scale] = told(Scaler(replace(LIMITS, cores=4)), look(mine, *beside, waited_s=0.2), 2)
+    assert (scale.hosts, scale.on) == (2, ()), "a new one where there is a core for it"
+
+
+def test_hosts_without_room_are_no_remedy() -> None:
+    mine = seen(lanes=1.0, most=3, able=(1, 2), hosts=(0,))
+    beside = seen("text", lanes=0.9, hosts=(1,), most=1), seen("code", lanes=0.9, hosts=(2,), most=1)
+    found = told(Scaler(replace(LIMITS, cores=3)), look(mine, *beside, waited_s=0.2), 3)
+    assert {type(d) for d in found} == {CannotKeepUp}
+    lock = seen("text", lanes=0.9, free_s=0.0, hosts=(1,), most=1)
+    other = seen(lanes=1.0, most=2, able=(1,), hosts=(0,), free_s=0.0)
+    assert {type(d) for d in told(Scaler(replace(THREADED, cores=2)), look(other, lock, waited_s=0.2), 3)} == {CannotKeepUp}, (
+        "a lock is one"
+    )

@@ -186,8 +186,12 @@ class Blueprint:
         source = self.job.sources[i]
         return SourceKit(
             order=self.orders[i], index=self.indexes[i], read=self._read_options(source, self.pipelines[i]), pipeline=self.pipelines[i],
-            epochs=source.epochs, processes=self.pipelines[i].holds_lock or source.workers != "threads",
+            epochs=source.epochs, processes=self.processes_of(i),
         )  # fmt: skip
+
+    def processes_of(self, i: int) -> bool:
+        """Return whether a source's transforms run in worker processes."""
+        return self.pipelines[i].holds_lock or self.job.sources[i].workers != "threads"
 
     def at_nothing(self) -> dict[str, dict[str, Any]]:
         """What of storage and images readers of a source count, by its name, where none has counted anything yet."""

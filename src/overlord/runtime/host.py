@@ -7,6 +7,7 @@ local runtime's is a pool of threads, the simulated one's a virtual clock. Every
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -55,6 +56,7 @@ from overlord.runtime.local import ThreadExecutor
 from overlord.runtime.watching import Watching, onlooker
 from overlord.runtime.written import Written
 from overlord.sample import Content, Ragged, Scattered
+from overlord.transforms.worker import TransformWorker
 
 if TYPE_CHECKING:
     from overlord.runtime.bootstrap import Blueprint
@@ -240,6 +242,18 @@ class Host(Written, Watching):
         loaders = [s.loaders for s in self.planner.spec.sources]
         first = sum(loaders[:source])
         return range(first, first + loaders[source])
+
+    def _n_processes(self, source: int) -> int:
+        """Return 1, this process; loaders with worker processes have one each."""
+        mine = [self.loading.hosted[n].reader.stages for n in self._numbers(source) if n in self.loading.hosted]
+        return len(mine) if any(isinstance(stages, TransformWorker) for stages in mine) else 1
+
+    def _free_s(self, source: int) -> float:
+        """Return 0 where nothing but code of the user's can be what takes long in this process."""
+        hosted = self.loading.hosted.get(self._numbers(source)[0])
+        transforms = () if hosted is None else getattr(hosted.reader.stages, "transforms", ())
+        own, heavy = any(t.user_code for t in transforms), any(t.kind in ("tokenize", "images") for t in transforms)
+        return 0.0 if own and not heavy else math.inf
 
     def move(self, source: int, hosts: Sequence[str]) -> None:
         raise JobError(["all loaders live in this process; runtime='process' has hosts to move them to"], "move")

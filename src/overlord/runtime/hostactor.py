@@ -91,10 +91,11 @@ class HostActor(Carrier):
 
     BACKGROUND = False  # it reads ahead, so others may go before it
 
-    def __init__(self, name: str, settings: Settings):
+    def __init__(self, name: str, settings: Settings, links: int = 0):
+        """``links``: connections that get a thread each."""
         super().__init__(check=settings.check)
         self.name, self._machine = name, settings.machine
-        self._machine.prepare(settings.workers, background=self.BACKGROUND)
+        self._machine.prepare(settings.workers, links=links, background=self.BACKGROUND)
         self._events = Events(self._machine.now)
         self._pump = self._machine.pump(name)
         self._executor = self._machine.executor(settings.workers, self._pump)

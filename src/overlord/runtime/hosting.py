@@ -1,6 +1,7 @@
 """Which loaders live in which process. Processes follow cores, not sources: a process costs memory and start-up, a logical loader
-costs next to nothing, and the heavy work releases the interpreter lock. So light sources share hosts; only a source that would
-hold up all others gets several loaders, on different hosts. Pure, and never seen in the stream.
+costs next to nothing, and reading and tokenizing release the interpreter lock. So light sources share hosts; only a source that would
+hold up all others gets several loaders, on different hosts. Code of the user's is assumed to hold the lock: sources that run it share a
+host only as far as one core does their work. Pure, and never seen in the stream.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from overlord.scaling.threads import locked_part
 
 if TYPE_CHECKING:
     from overlord.job import Source
@@ -26,6 +29,7 @@ TOKENIZE_S = 4e-7  # per byte of text: 2.45 MB per CPU second
 CODE_S = 2e-5  # per row and transform of the user's
 HEAVY_ROW_S = 1e-4  # a row that costs less never needs a second process: ten thousand a second come from one
 ROW_BYTES = 2048  # of a row, where nobody knows how many rows there are
+OWN_CODE = ("dataset", "factory")  # formats whose rows come from objects of the user's
 HANDLES = 3 * 2**20  # bytes of an active source besides its rows: footers, handles, codecs
 
 
@@ -40,12 +44,23 @@ class SourceLoad:
     max_loaders: int = 1  # more would have nothing to do
     state: int = 0  # of the memory: file state, which every host with a loader of the source holds
     shares: int = 1  # loaders that it is cut into where it may be scaled: a row may cost much, whatever it weighs now
+    free_s: float = math.inf  # of a core, for a sample: known to release the interpreter lock; the rest is assumed to hold it
 
     def __post_init__(self) -> None:
         if not (
-            0 <= self.cost < math.inf and 0 <= self.share < math.inf and self.memory >= 0 and self.max_loaders >= 1 and self.state >= 0
+            0 <= self.cost < math.inf
+            and 0 <= self.share < math.inf
+            and self.memory >= 0
+            and self.max_loaders >= 1
+            and self.state >= 0
+            and self.free_s >= 0
         ):
             raise ValueError(f"{self.name}: share, cost and memory are at least 0 and finite, max_loaders at least 1; found {self}")
+
+    @property
+    def locked(self) -> float:
+        """Return the part of its cost that is assumed to hold the interpreter lock: one core per process does it."""
+        return locked_part(self.cost / self.share, self.free_s) if self.share else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +137,9 @@ class _Rules:
         return sorted(made, key=lambda p: (not p.split, -p.cost, -p.memory, p.source))
 
     def n_hosts(self, cores: int, parts: Sequence[_Part]) -> int:
-        light = sum(not p.split and self.fair(self.loads[p.source], cores) <= 1 for p in parts)
-        n = max(1, min(cores, len(parts) - light + -(-light // self.per_host)))
+        light = [self.loads[p.source] for p in parts if not p.split and self.fair(self.loads[p.source], cores) <= 1]
+        held = math.ceil(math.fsum(load.locked * max(0.0, self.fair(load, cores)) for load in light))  # locks that are busy all the time
+        n = max(1, min(cores, len(parts) - len(light) + max(held, -(-len(light) // self.per_host))))
         if self.strict:
             n = max(n, -(-len(parts) // self.per_host))
         if self.memory_bytes is not None:
@@ -141,10 +157,11 @@ def plan_hosts(
 ) -> Hosting:  # fmt: skip
     """Loaders and hosts for these sources on so many cores for loading.
 
-    ``min(cores, sources / 25)`` hosts, and one more for every loader of a source that is more than a core's fair share of the
-    work; more when a host would hold above ``memory_bytes``. ``sources_per_host`` is kept even where that takes more hosts than
-    cores; 1 gives every source a process of its own. ``loaders`` fixes the number for the sources it names, ``counts`` for all (by
-    ``scaling.partition``, which has reasons of its own). ``together`` keeps all loaders of a source on one host.
+    ``min(cores, sources / 25)`` hosts, and one more for every loader of a source that is more than a core's fair share of the work. Light
+    sources whose code holds the interpreter lock get a host for every core that their locked work takes. More hosts when one would
+    hold above ``memory_bytes``. ``sources_per_host`` is kept even where that takes more hosts than cores; 1 gives every source a process
+    of its own. ``loaders`` fixes the number for the sources it names, ``counts`` for all (by ``scaling.partition``, which has reasons of
+    its own). ``together`` keeps all loaders of a source on one host.
     """
     for name, value in (("cores", cores), ("sources_per_host", sources_per_host), ("memory_bytes", memory_bytes), ("sources", len(loads))):
         if value is not None and value < 1:
@@ -276,15 +293,18 @@ def load_of(
     Windows take one slice of each chunk of a group, and loaders own whole chunks: more loaders than a group has chunks would wait.
     """
     held, row_bytes = _held(index)
-    kinds = [t.kind for t in pipeline.transforms]
-    seconds = row_bytes * (READ_S if index.format in ("parquet", "arrow") else PARSE_S)
-    seconds += row_bytes * TOKENIZE_S * kinds.count("tokenize") + CODE_S * sum(t.user_code for t in pipeline.transforms)
+    kinds, code = [t.kind for t in pipeline.transforms], sum(t.user_code for t in pipeline.transforms)
+    read_s = row_bytes * (READ_S if index.format in ("parquet", "arrow") else PARSE_S)
+    encode_s = row_bytes * TOKENIZE_S * kinds.count("tokenize")
+    seconds = read_s + encode_s + CODE_S * code
     open_chunks = min(shuffle_chunks if source.shuffle else 1, len(index.chunks))
-    may_be_heavy = seconds >= HEAVY_ROW_S or any(t.user_code for t in pipeline.transforms) or "tokenize" in kinds
+    may_be_heavy = seconds >= HEAVY_ROW_S or code or "tokenize" in kinds
+    rows_of_code = index.format in OWN_CODE
     window = open_chunks * slice_rows * row_bytes
     return SourceLoad(
         name=source.name, share=share, cost=share * seconds, memory=int(HANDLES + min(2 * window, held or 2 * window)),
         max_loaders=max(1, open_chunks), shares=max(1, open_chunks) if may_be_heavy else 1,
+        free_s=encode_s + (0.0 if rows_of_code else read_s) if code or rows_of_code else math.inf,
     )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class LoaderHost(HostActor):
         self, number: int, settings: Settings, kits: Mapping[int, SourceKit], openings: Sequence[Opening], constructors: Mapping[int, str],
         hooks: Sequence[Hook], seed: int,
     ):  # fmt: skip
-        super().__init__(f"loader-host/{number}", settings)
+        super().__init__(f"loader-host/{number}", settings, links=len(constructors))
         self._number, self._kits, self._hooks, self._seed = number, dict(kits), tuple(hooks), seed
         self._born = settings.born or int(self._machine.now() * 1000)
         self._narrow = settings.narrow

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from overlord.allocators import share_arenas
+from overlord.allocators import limit_arenas
 from overlord.channel.address import HAS_SHARED_MEMORY, is_loopback, reachable
 from overlord.channel.link import Link
 from overlord.channel.ring import Ring
@@ -46,9 +46,10 @@ class Machine:
         """And for clients, who were told to come to this interface."""
         return {"host": host, "tcp": not is_loopback(host) or not HAS_SHARED_MEMORY, "port": self.ports or 0}
 
-    def prepare(self, workers: int, *, background: bool = False) -> None:
-        """The process is a host's own, with so many threads that work at the same time; ``background``: nobody waits for each of them."""
-        share_arenas(workers)
+    def prepare(self, workers: int, *, links: int = 0, background: bool = False) -> None:
+        """Set up a process that is a host's own: ``workers`` threads that work at the same time, one thread for each of ``links``.
+        ``background``: nobody waits for each of them."""
+        limit_arenas(workers, links)
         if background:
             in_background()
 

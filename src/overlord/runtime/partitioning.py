@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -44,7 +45,10 @@ def weights_of(blueprint: Blueprint) -> list[float]:
 
 def loads_of(blueprint: Blueprint) -> list[SourceLoad]:
     """What reading each source takes for every sample that the mixture draws: as measured, else as its index says. A blueprint
-    without indexes has been told."""
+    without indexes has been told.
+
+    Transforms in worker processes hold no lock of a host. Where a job is scaled, the loaders of a source share one worker per host, which
+    does one batch at a time: there such a source needs processes as one that holds the lock does."""
     if (told := getattr(blueprint, "loads", None)) is not None:
         return list(told)
     job, shares, found = blueprint.job, shares_of(blueprint), list[SourceLoad]()
@@ -55,6 +59,8 @@ def loads_of(blueprint: Blueprint) -> list[SourceLoad]:
         p = _profile(blueprint, i)
         seconds = p.cost_s if p is not None else guess.cost * off.get(_kind(blueprint, i), 1.0)
         load = replace(guess, share=share, cost=share * seconds)
+        if blueprint.processes_of(i):
+            load = replace(load, free_s=0.0 if scales(blueprint) else math.inf)
         found.append(load if p is None else replace(load, memory=p.memory or load.memory, state=p.file_bytes))
     return found
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from overlord.runtime.options import n_cores
+from overlord.runtime.partitioning import loads_of
 from overlord.runtime.spreading import Spreading
 from overlord.runtime.starting import lanes_of, scales
 from overlord.runtime.watching import Watching, onlooker
 from overlord.scaling.scaler import Limits, Observed, Scaler
+from overlord.scaling.threads import worth
 
 
 class Scaling(Spreading, Watching):
@@ -20,13 +23,15 @@ class Scaling(Spreading, Watching):
     def _plan_scaling(self) -> None:
         self._gauges: dict[str, Any] = {}  # answers of this look, by host
         self._asked_hosts = self._looking = 0
+        self._free_seconds: list[float] = []  # by source: of a sample, known to release the interpreter lock
+        self._full: set[int] = set()  # hosts that may read no other source, at the last look
         self._weights: dict[str, int] = {}  # bytes that loader hosts hold, where that is bounded
         self._stop_looking: Callable[[], None] = lambda: None
-        options, lanes = self.blueprint.options, lanes_of(self.blueprint.options, self.hosting)
+        options, threads = self.blueprint.options, lanes_of(self.blueprint.options, self.hosting)
         if scales(self.blueprint):
-            cores = max(self.hosting.n_hosts, (options.hosts or n_cores()) // lanes)
+            cores = max(self.hosting.n_hosts, options.hosts or n_cores())
             said = dict(options.autoscale) if isinstance(options.autoscale, Mapping) else {}
-            self._watch(Scaler(Limits(**{"cores": cores, "lanes": float(lanes), **said}), options.read_ahead or 1))
+            self._watch(Scaler(Limits(**{"cores": cores, "lanes": worth(threads), **said}), options.read_ahead or 1))
         elif options.watch_s and options.constructors:  # clients that build for themselves are not asked
             self._watch(onlooker(options, self.planner.spec.read_ahead))
         else:
@@ -82,6 +87,7 @@ class Scaling(Spreading, Watching):
         loaders = {int(name.rpartition("/")[2]): rows for name, rows in self._gauges.items() if name.startswith("loader")}
         hosts = [h for h in self._loaders if h in self._living()]
         weights = [self._weights.get(self._loaders[h].handle.name, 0) for h in hosts]
+        self._full = self._full_hosts()
         return self._observed(
             self._machine.now(), loaders, self.past.acked, math.fsum(waits) / len(waits) if waits else 0.0, hosts=len(hosts),
             changing=self.changing, host_bytes=max(weights, default=0),
@@ -90,8 +96,31 @@ class Scaling(Spreading, Watching):
     def _places(self, source: int) -> tuple[int, ...]:
         return super()._places(source) if self._scaler is None or self._scaler.fixed else tuple(self.hosts_of(source))
 
-    def _spread(self, source: int, hosts: int) -> bool:
-        return self.spread(source, hosts)
+    def _n_processes(self, source: int) -> int:
+        return len(self.hosts_of(source))
+
+    def _free_s(self, source: int) -> float:
+        """Return what its load says; a planner apart is not told of code in sources that joined, and assumes that it holds the lock."""
+        n = len(self.planner.spec.names)
+        if len(self._free_seconds) != n:
+            known = [load.free_s for load in loads_of(self.blueprint)][:n]
+            self._free_seconds = known + [0.0] * (n - len(known))
+        return self._free_seconds[source]
+
+    def _able(self, source: int) -> tuple[int, ...]:
+        """Return the hosts that have its code, and no more sources than ``sources_per_host`` allows."""
+        hosts = sorted(self._living() - self._full - set(self.hosts_of(source)))
+        return tuple(h for h in hosts if source in self._kits.get(h, ()))
+
+    def _full_hosts(self) -> set[int]:
+        """Return the hosts that may read no other source."""
+        if not (bound := self.blueprint.options.sources_per_host):
+            return set()
+        reads = Counter(h for i in range(len(self.hosting.loaders)) for h in self.hosts_of(i))
+        return {h for h, n in reads.items() if n >= bound}
+
+    def _spread(self, source: int, hosts: int, on: Sequence[int]) -> bool:
+        return self.spread(source, hosts, on)
 
     def _scaling_figures(self) -> dict[str, Any]:
         told = self._watch_figures(self._machine.now())

@@ -56,8 +56,10 @@ class Spreading(Joining):
         first = sum(self.hosting.loaders[:source])
         return range(first, first + self.hosting.loaders[source])
 
-    def spread(self, source: int, n: int) -> bool:
-        """Read a source in so many hosts from here on; False: another change is under way, or it is read so already. The stream stays."""
+    def spread(self, source: int, n: int, on: Sequence[int] = ()) -> bool:
+        """Read a source in ``n`` hosts from here on: its own, those of ``on``, idle ones, and new ones for the rest. The stream stays.
+
+        Return False where another change is under way, or where it is read so already."""
         name, most = self.blueprint.job.names[source], self.hosting.loaders[source]
         if not 1 <= n <= most:
             raise JobError([f"wanted 1 to {most} hosts for {name!r}, which has {most} loader{'s' * (most > 1)}, found {n}"], "scale")
@@ -69,7 +71,7 @@ class Spreading(Joining):
         if n < len(now):
             self._hand_over(Change(source, kept(now, n, self._others(source), lambda h: h < SCALED), 0))
             return True
-        hosts = (now + self._idle_for(source))[:n]
+        hosts = list(dict.fromkeys([*now, *(h for h in on if h in self._living()), *self._idle_for(source)]))[:n]
         new = [self._next_scaled + k for k in range(n - len(hosts))]
         self._next_scaled += len(new)
         change = self._change = Change(source, hosts + new, len(new))

@@ -58,7 +58,7 @@ def read_ahead_of(hosting: Hosting, scaled: bool = False) -> int:
 
 
 def lanes_of(options: Options, hosting: Hosting) -> int:
-    """Threads of every loader host."""
+    """Return the number of threads of every loader host. Threads are not cores: see ``scaling/threads.py``."""
     if hosting.threads and options.workers is None:
         return hosting.threads
     return max(1, (options.workers or n_cores()) // hosting.n_hosts)

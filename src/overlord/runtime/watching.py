@@ -55,6 +55,18 @@ class Watching:
         """Where a source is read: in which hosts, or, where nothing is moved, by which loaders."""
         return tuple(self._numbers(source))
 
+    def _n_processes(self, source: int) -> int:
+        """Return the number of processes that a source's code runs in."""
+        return 1
+
+    def _able(self, source: int) -> tuple[int, ...]:
+        """Return the hosts that do not read a source and could."""
+        return ()
+
+    def _free_s(self, source: int) -> float:
+        """Return the seconds of a core, for a sample of a source, that are known to release the interpreter lock."""
+        return math.inf
+
     # looking
 
     def _observed(self, now: float, gauges: Mapping[int, Iterable[Row]], taken: int, waited_s: float, **more: Any) -> Observed | None:
@@ -99,6 +111,7 @@ class Watching:
                     name=name, share=float(shares[i]), ahead=float(max([shares[i], *(f[i] for f in future)])), drawn=float(drawn[i]),
                     read=float(sum(r[4] for r in mine)), busy_s=math.fsum(r[2] for r in mine), took_s=math.fsum(r[3] for r in mine),
                     waited_for=name in waited_for, hosts=self._places(i), most=len(self._numbers(i)),
+                    free_s=self._free_s(i), processes=self._n_processes(i), able=self._able(i),
                     read_s=float(np.median([r[5] for r in mine])) if mine else 0.0, slow_read_s=max((r[6] for r in mine), default=0.0),
                 )
             )  # fmt: skip
@@ -114,8 +127,8 @@ class Watching:
 
     def _decide(self, decision: Decision, now: float) -> None:
         match decision:
-            case Scale(source=source, hosts=hosts):
-                if not self._spread(self.planner.spec.names.index(source), hosts):
+            case Scale(source=source, hosts=hosts, on=on):
+                if not self._spread(self.planner.spec.names.index(source), hosts, on):
                     return
                 log.info("%s", decision)
             case ReadAhead(source=source, steps=steps):
@@ -125,7 +138,7 @@ class Watching:
                 log.warning("%s", decision)
         self._decided.append((now, self.planner.next_step - 1, decision))
 
-    def _spread(self, source: int, hosts: int) -> bool:
+    def _spread(self, source: int, hosts: int, on: Sequence[int]) -> bool:
         return False
 
     def _watch_figures(self, now: float) -> dict[str, Any]:

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field, replace
 
 from overlord.runtime.hosting import Hosting, SourceLoad, plan_hosts
 from overlord.scaling.levels import CLUSTER, Cluster, clusters_of, total_workers
+from overlord.scaling.threads import worth
 
 HOST_BYTES = 28 * 2**20  # of a host before it reads anything
 EVERY, BY_EIGHT = 64, 512  # numbers of cores that are tried one by one, and by eight; by 64 beyond
-THREADS = 8  # of a host that are busy at a time: beyond, its interpreter lock is what they wait for
-SECOND = 0.9  # of a core that a host's second thread is worth, and each after it: they share a lock, and processes do not
 TOLD = 3  # sources that are named where many are the same matter
 CLOSE = 1e-9  # rates that differ by less are equal
 
@@ -252,15 +251,24 @@ class _Search:
         return _Tried(replace(hosting, threads=threads), cores, room, max(self._parts(hosting, threads).values()), memory)
 
     def _parts(self, hosting: Hosting, threads: int) -> dict[str, float]:
-        """Seconds by drawn sample of what may be the slowest: all cores together, a host, a loader."""
+        """Seconds by drawn sample of what may be the slowest: all cores together, a host, its interpreter lock, a loader."""
         slowest = max(range(len(self.loads)), key=lambda i: (self.loads[i].cost / hosting.loaders[i], self.loads[i].name))
-        load, n, worth = self.loads[slowest], hosting.loaders[slowest], 1 + SECOND * (min(threads, THREADS) - 1)
+        load, n = self.loads[slowest], hosting.loaders[slowest]
         on = f"{threads} thread{'s' * (threads != 1)}"
         return {
             f"the {self.resources.cores} cores, which are all busy": (self.work + self.resources.beside_s) / self.resources.cores,
             f"source {load.name!r}, which has {self._why(load, n)}": load.cost / n,
-            f"a host that does {hosting.slowest:.0%} of the work on {on}": hosting.slowest * self.work / worth,
+            f"a host that does {hosting.slowest:.0%} of the work on {on}": hosting.slowest * self.work / worth(threads),
+            "a host whose code holds the interpreter lock, which one thread at a time has": self._locked(hosting),
         }
+
+    def _locked(self, hosting: Hosting) -> float:
+        """Return the seconds by drawn sample that the busiest host's lock is held."""
+        held: dict[int, float] = {}
+        for load, n, on in zip(self.loads, hosting.loaders, _on_hosts(hosting), strict=True):
+            for host, mine in on.items() if load.locked else ():
+                held[host] = held.get(host, 0.0) + load.locked * load.cost * mine / n
+        return max(held.values(), default=0.0)
 
     def _why(self, load: SourceLoad, n: int, else_: str = "its share of the cores") -> str:
         """Why a source has no more loaders."""

@@ -1,8 +1,8 @@
 """When a source is to be read by more processes, or by fewer: the Overlord paper (arXiv 2504.09844), section 5.2. Pure.
 
 What a source needs is the pace at which trainers would take steps if they never waited, times the samples that the mixture gives it in a
-step, times what a sample was seen to cost: seconds of work per second, which is processes. That is compared with what its processes can
-do. Nothing here decides what is drawn, and the stream does not know of it.
+step, times what a sample was seen to cost: seconds of work per second, which is cores. That is compared with the cores that its processes
+can use (``scaling/needs.py``). Nothing here decides what is drawn, and the stream does not know of it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from overlord.scaling.needs import Demand, Need, cores_used, needs_of
+from overlord.scaling.threads import locked_part, measured_part
+
 LEAST_TAIL = 4.0  # a slow read counts as one of a long tail when it takes so many times what a usual one does
 WAITED = 0.02  # of their time that trainers wait before anybody is named where nothing can be moved
 MOST_AHEAD = 32  # steps' worth of samples held ready of one source; bytes are bounded beside that
+LOCKED = 0.5  # locked part of a source above which threads are no remedy for it
+SPARE = 0.25  # of a core that may be missing for one host more: light sources that share a host with a heavy one take a few percent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What scaling may use, and how patient it is."""
 
-    cores: int  # loader hosts in all
-    lanes: float = 1.0  # pieces of work that a host does side by side
+    cores: int  # that loader hosts may use; never more hosts than that
+    lanes: float = 1.0  # cores that a host's threads can use, where their code releases the interpreter lock
     memory_bytes: int | None = None  # of all loader hosts; one more is taken to hold what one holds now
     interval_s: float = 1.0  # between two looks
     window: int = 4  # looks that are averaged
@@ -59,6 +64,9 @@ class SourceSeen:
     waited_for: bool = False  # the next step waits for it
     hosts: tuple[int, ...]  # that read it
     most: int = 1  # hosts that could
+    able: tuple[int, ...] = ()  # of those there are, that do not and could
+    free_s: float = math.inf  # of a core, for a sample: known to release the interpreter lock; the rest is assumed to hold it
+    processes: int = 0  # that its code runs in; 0: one for each of ``hosts``
     read_s: float = 0.0  # what a usual read takes
     slow_read_s: float = 0.0  # and one of the slowest
 
@@ -85,6 +93,7 @@ class Scale:
     hosts: int  # from here on
     had: int
     reason: str
+    on: tuple[int, ...] = ()  # of these, hosts that read other sources already; those that are missing are started
 
     def __str__(self) -> str:
         return f"{self.source}: {self.had} -> {self.hosts} loader hosts: {self.reason}"
@@ -123,10 +132,11 @@ Decision = Scale | CannotKeepUp | ReadAhead
 class _Known:
     """What is remembered of a source."""
 
-    looks: deque[tuple[SourceSeen, float]]  # with the steps planned meanwhile; as many as pace is seen by
+    looks: deque[tuple[SourceSeen, Observed]]  # as many as pace is seen by
     share: float = 0.0  # moving average
     cost_s: float = 0.0  # of a sample; 0: none was ever read
     took_s: float = 0.0  # and what it takes with all that is waited for
+    locked: float | None = None  # its locked part as measured; None: it could not be measured yet
     waited_for: int = 0  # looks in a row that found the next step waiting for it
     above: int = 0  # looks in a row that found too few hosts
     below: int = 0
@@ -134,28 +144,6 @@ class _Known:
     ahead: int = 0  # steps read ahead, where it was told
     short: int = 0  # hosts it was said to need and not to get
     fine: int = 0  # looks in a row that found enough
-
-
-@dataclass(frozen=True, slots=True)
-class _Need:
-    """What a source needs and has, in lanes."""
-
-    now: float
-    later: float
-    rooms: tuple[float, ...]  # that each of its hosts has for it, the least first
-    per_host: float
-
-    @property
-    def most(self) -> float:
-        return max(self.now, self.later)
-
-    @property
-    def room(self) -> float:
-        return math.fsum(self.rooms)
-
-    def fewest(self, busy: float) -> int:
-        """Hosts that are enough if none is to be busier than that, whichever of them go: the roomiest may."""
-        return next((n for n in range(1, len(self.rooms)) if self.most <= busy * math.fsum(self.rooms[:n])), len(self.rooms))
 
 
 class Scaler:
@@ -166,7 +154,7 @@ class Scaler:
 
     def __init__(self, limits: Limits, read_ahead: int = 2, *, fixed: bool = False):
         self.limits, self._read_ahead, self.fixed = limits, read_ahead, fixed
-        self._all = 0.0  # cores that all sources together take
+        self._all = self._used = 0.0  # cores that all sources together take, and that their hosts can use
         self._known: dict[str, _Known] = {}
         self._paces: deque[Observed] = deque(maxlen=4 * limits.window)  # waits are told when they are over, and may be long
         self.pace = 0.0  # steps a second that trainers would take if they never waited; 0: not known yet
@@ -176,11 +164,12 @@ class Scaler:
     def handle(self, observed: Observed, now: float) -> list[Decision]:
         self._paces.append(observed)
         for seen in observed.sources:
-            self._learn(seen, observed.planned)
+            self._learn(seen, observed)
         self._see_pace()
         if not self.pace:
             return []  # nobody has taken a step lately
-        needs = self._needs(observed)
+        demands = self._demands(observed)
+        self._used, needs = cores_used(demands, self.limits.lanes, observed.hosts), needs_of(demands, self.limits.lanes)
         decisions: list[Decision] = [*self._read_aheads(observed)]
         self._count(observed, needs)
         if observed.changing:
@@ -192,20 +181,36 @@ class Scaler:
 
     def figures(self) -> dict[str, dict[str, float]]:
         """What is known of every source, for people."""
-        return {name: {"share": k.share, "seconds_per_sample": k.cost_s} for name, k in self._known.items()}
+        return {
+            name: {"share": k.share, "seconds_per_sample": k.cost_s, "locked": self._locked(k.looks[-1][0])}
+            for name, k in self._known.items()
+        }
 
     # what is seen
 
-    def _learn(self, seen: SourceSeen, planned: float) -> None:
+    def _learn(self, seen: SourceSeen, observed: Observed) -> None:
         known = self._known.get(seen.name)
         if known is None:
             known = self._known[seen.name] = _Known(deque(maxlen=self._paces.maxlen), seen.share)
-        known.looks.append((seen, planned))
+        known.looks.append((seen, observed))
         known.share += (seen.share - known.share) * 2 / (1 + self.limits.window)
         if read := math.fsum(s.read for s, _ in known.looks):
             known.cost_s = math.fsum(s.busy_s for s, _ in known.looks) / read
             known.took_s = math.fsum(s.took_s for s, _ in known.looks) / read
+        known.locked = self._measured(known) if self._measured(known) is not None else known.locked
         known.waited_for = known.waited_for + 1 if seen.waited_for else 0
+
+    def _measured(self, known: _Known) -> float | None:
+        """Return the locked part that the last looks show; None: they show nothing."""
+        seconds = math.fsum(o.seconds * (s.processes or len(s.hosts)) for s, o in known.looks)
+        if not seconds:
+            return None
+        return measured_part(math.fsum(s.took_s for s, _ in known.looks) / seconds, math.fsum(s.busy_s for s, _ in known.looks) / seconds)
+
+    def _locked(self, seen: SourceSeen) -> float:
+        """Return the locked part of a source: as measured, else as its code lets assume."""
+        known = self._known[seen.name]
+        return known.locked if known.locked is not None else locked_part(known.cost_s, seen.free_s)
 
     def _see_pace(self) -> None:
         seconds, taken = math.fsum(o.seconds for o in self._paces), math.fsum(o.taken for o in self._paces)
@@ -217,35 +222,26 @@ class Scaler:
 
     # what is needed
 
-    def _needs(self, observed: Observed) -> dict[str, _Need]:
+    def _demands(self, observed: Observed) -> list[Demand]:
         planned = math.fsum(o.planned for o in self._paces)
         drawn = math.fsum(s.drawn for o in self._paces for s in o.sources)
-        per_step = drawn / planned if planned else 0.0
-        # What was needed a moment ago may be needed again in a moment: mixtures that learn go up and down.
-        share = {s.name: max(s.share, self._known[s.name].share) for s in observed.sources}
-        now = {s.name: self.pace * self._samples(s, share[s.name], per_step) * self._known[s.name].cost_s for s in observed.sources}
-        later = {s.name: self.pace * self._samples(s, s.ahead, per_step) * self._known[s.name].cost_s for s in observed.sources}
-        self._all = math.fsum(now.values())
-        on: dict[int, float] = {}
+        per_step, found = drawn / planned if planned else 0.0, []
         for s in observed.sources:
-            for h in s.hosts:
-                on[h] = on.get(h, 0.0) + now[s.name] / len(s.hosts)
-        lanes = self.limits.lanes
-        return {
-            s.name: _Need(
-                now[s.name], later[s.name],
-                tuple(sorted(max(0.1 * lanes, lanes - on[h] + now[s.name] / len(s.hosts)) for h in s.hosts)), lanes,
-            )
-            for s in observed.sources
-        }  # fmt: skip
+            known = self._known[s.name]
+            # What was needed a moment ago may be needed again in a moment: mixtures that learn go up and down.
+            shares = max(s.share, known.share), s.ahead
+            now, later = (self.pace * self._samples(s, share, per_step) * known.cost_s for share in shares)
+            found.append(Demand(s.name, now, later, self._locked(s), s.hosts, s.processes or len(s.hosts), s.able))
+        self._all = math.fsum(d.now for d in found)
+        return found
 
     def _samples(self, seen: SourceSeen, share: float, per_step: float) -> float:
         """Of a step. Weights of batches in tokens are shares of tokens: there what was drawn says how many samples that is."""
         looks = self._known[seen.name].looks
-        drawn, meant = math.fsum(s.drawn for s, _ in looks), math.fsum(s.share * planned for s, planned in looks)
+        drawn, meant = math.fsum(s.drawn for s, _ in looks), math.fsum(s.share * o.planned for s, o in looks)
         return drawn * share / meant if drawn and meant else per_step * share
 
-    def _count(self, observed: Observed, needs: dict[str, _Need]) -> None:
+    def _count(self, observed: Observed, needs: dict[str, Need]) -> None:
         for s in observed.sources:
             known, need = self._known[s.name], needs[s.name]
             up = need.most > self.limits.high * need.room and self._is_missed(s, need, observed)
@@ -254,18 +250,18 @@ class Scaler:
             known.fine = 0 if up or self._waits_for_storage(s, need) else known.fine + 1
             known.short = known.short if known.fine < self.limits.idle_patience else 0
 
-    def _is_missed(self, seen: SourceSeen, need: _Need, observed: Observed) -> bool:
+    def _is_missed(self, seen: SourceSeen, need: Need, observed: Observed) -> bool:
         if self.fixed:
             return self.waited > WAITED
-        return need.later > need.now or self.waited > 0.01 or self._is_busy(seen, observed)
+        return need.later > need.now or self.waited > 0.01 or self._is_busy(seen, need, observed)
 
-    def _is_busy(self, seen: SourceSeen, observed: Observed) -> bool:
+    def _is_busy(self, seen: SourceSeen, need: Need, observed: Observed) -> bool:
         """What is seen beats what is reckoned: a source whose loaders idle needs no more of them."""
-        return seen.busy_s > 0.5 * observed.seconds * len(seen.hosts) * self.limits.lanes
+        return seen.busy_s > 0.5 * observed.seconds * len(seen.hosts) * need.per_host
 
     # what is decided
 
-    def _ups(self, observed: Observed, needs: dict[str, _Need], now: float) -> tuple[list[Scale], list[CannotKeepUp]]:
+    def _ups(self, observed: Observed, needs: dict[str, Need], now: float) -> tuple[list[Scale], list[CannotKeepUp]]:
         ups, short, crowded = list[Scale](), list[CannotKeepUp](), set[int]()
         ready = [s for s in observed.sources if self._known[s.name].above >= self.limits.patience and self._cool(s, now)]
         # The heaviest first: on a host that several sources share, it alone goes elsewhere, and the others have room then.
@@ -274,20 +270,24 @@ class Scaler:
                 continue
             crowded |= set(s.hosts)
             need, had = needs[s.name], len(s.hosts)
-            wanted = had + max(1, math.ceil((need.most / self.limits.target - need.room) / need.per_host - 1e-9))
-            hosts = min(wanted, s.most, had + self._free(observed))
+            grant = need.grant(self.limits.target, self._free(observed), s.most - had)
+            hosts = had + grant.new + len(grant.on)
             if hosts > had:
-                ups.append(self._changed(Scale(source=s.name, hosts=hosts, had=had, reason=self._why(s, need)), now))
-            if hosts < wanted and self._is_news(s.name, wanted):
-                short.append(self._short(s, need, hosts, wanted))
+                ups.append(self._changed(Scale(source=s.name, hosts=hosts, had=had, reason=self._why(s, need), on=grant.on), now))
+            if grant.short and self._is_news(s.name, hosts + grant.short):
+                short.append(self._short(s, need, hosts, hosts + grant.short))
             if ups:
                 break
         return ups, short + [self._slow_storage(s, needs[s.name]) for s in observed.sources if self._is_slow(s, needs[s.name])]
 
-    def _short(self, seen: SourceSeen, need: _Need, hosts: int, wanted: int) -> CannotKeepUp:
+    def _short(self, seen: SourceSeen, need: Need, hosts: int, wanted: int) -> CannotKeepUp:
         if not self.fixed:
             return CannotKeepUp(source=seen.name, hosts=hosts, wanted=wanted, reason=self._why_not(seen, need, hosts))
-        why = f"{self._rates(seen, need.most)}, trainers wait {self.waited:.0%} of their time; loaders= and autoscale=True give it more"
+        why = f"{self._rates(seen, need.most)}, trainers wait {self.waited:.0%} of their time; "
+        if self._locked(seen) > LOCKED:
+            why += "its code holds the interpreter lock: workers='processes', or runtime='process' with autoscale=True, give it more"
+        else:
+            why += "loaders= and autoscale=True give it more"
         if self._all > self.limits.cores:
             why += f"; all sources together take {self._all:.2g} cores of {self.limits.cores}, so that alone is not enough"
         return CannotKeepUp(source=seen.name, hosts=hosts, wanted=wanted, reason=why, what="loaders")
@@ -300,31 +300,31 @@ class Scaler:
         known.short = wanted
         return True
 
-    def _waits_for_storage(self, seen: SourceSeen, need: _Need) -> bool:
+    def _waits_for_storage(self, seen: SourceSeen, need: Need) -> bool:
         """Trainers wait for it though its hosts have room: what it waits for is no core."""
         known = self._known[seen.name]
         return self.waited > 0.1 and known.waited_for > 0 and need.most < need.room and known.took_s > 2 * known.cost_s
 
-    def _is_slow(self, seen: SourceSeen, need: _Need) -> bool:
+    def _is_slow(self, seen: SourceSeen, need: Need) -> bool:
         known = self._known[seen.name]
         if known.waited_for < self.limits.idle_patience or not self._waits_for_storage(seen, need) or not known.cost_s:
             return False
         wanted = math.ceil(need.most / known.cost_s * known.took_s)
         return wanted > seen.most and self._is_news(seen.name, wanted)
 
-    def _slow_storage(self, seen: SourceSeen, need: _Need) -> CannotKeepUp:
+    def _slow_storage(self, seen: SourceSeen, need: Need) -> CannotKeepUp:
         known = self._known[seen.name]
         why = f"a sample takes {known.took_s * 1e3:.3g} ms, of a core {known.cost_s * 1e3:.3g} ms: it waits for storage, for whom its "
         why += "transforms ask, or for the interpreter's lock (workers='processes'); so many loaders= wait side by side"
         return CannotKeepUp(source=seen.name, hosts=seen.most, wanted=known.short, what="loaders", reason=why)
 
     def _free(self, observed: Observed) -> int:
-        free = self.limits.cores - observed.hosts
+        free = min(self.limits.cores - observed.hosts, math.floor(self.limits.cores - self._used + SPARE))
         if self.limits.memory_bytes is not None:  # before anybody has looked how much a host holds, there is no room for one
             free = min(free, self.limits.memory_bytes // observed.host_bytes - observed.hosts if observed.host_bytes else 0)
         return max(0, free)
 
-    def _downs(self, observed: Observed, needs: dict[str, _Need], now: float, pressed: bool) -> list[Scale]:
+    def _downs(self, observed: Observed, needs: dict[str, Need], now: float, pressed: bool) -> list[Scale]:
         """``pressed``: another source needs hosts and there are none: then nobody keeps what it does not need for long."""
         patience = self.limits.patience if pressed else self.limits.idle_patience
         downs = []
@@ -356,14 +356,14 @@ class Scaler:
         cost = self._known[seen.name].cost_s
         return f"{need / cost if cost else 0.0:.3g} samples a second of {cost * 1e3:.3g} ms"
 
-    def _why(self, seen: SourceSeen, need: _Need) -> str:
+    def _why(self, seen: SourceSeen, need: Need) -> str:
         room = f"its hosts have room for {need.room:.2g}"
         if need.later > need.now:
             return f"the mixture will give it {seen.ahead:.1%} in place of {seen.share:.1%}: {self._rates(seen, need.later)}; {room}"
         waits = f", trainers wait {self.waited:.0%} of their time" if self.waited > 0.01 else ""
         return f"{self._rates(seen, need.now)} take {need.now:.2g} hosts, {room}{waits}"
 
-    def _why_not(self, seen: SourceSeen, need: _Need, hosts: int) -> str:
+    def _why_not(self, seen: SourceSeen, need: Need, hosts: int) -> str:
         if hosts >= seen.most:
             why = f"it has {seen.most} loader{'s' * (seen.most > 1)}: more chunks open together (shuffle_chunks) or loaders= allow more"
         else:

@@ -125,7 +125,7 @@ class SimMachine(Machine):
     net: Net
     process: Process
 
-    def prepare(self, workers: int, *, background: bool = False) -> None:
+    def prepare(self, workers: int, *, links: int = 0, background: bool = False) -> None:
         pass  # all machines are in one process
 
     def pump(self, name: str) -> Pump:
