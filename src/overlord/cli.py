@@ -27,6 +27,7 @@ from overlord.cliparts import (
     imports,
     job_file,
     launching,
+    note,
     read_job,
     read_options,
     resuming,
@@ -227,7 +228,8 @@ def plan(
         job, console = read_job(job_yaml, modules), screen()
         changes: dict[str, Any] = {} if strategy is None else {"strategy": strategy}
         job = replace(job, **changes, place=job.place if place is None else parse_place(place, job.place))
-        with waiting(screen(stderr=True), "planned", step + 1) as advance, planned(job, step, advance) as session:
+        what_if, err = place is not None or strategy is not None, screen(stderr=True)
+        with waiting(err, "planned", step + 1) as advance, planned(job, step, advance, what_if=what_if, say=note) as session:
             graph = session.graph(step)
         if html is not None:
             graph.to_html(html)
@@ -262,11 +264,11 @@ def explain(job_yaml: Path, step: int | None, sample: str | None, within: int, m
         job, err = read_job(job_yaml, modules), screen(stderr=True)
         if wanted is None:
             assert step is not None
-            with waiting(err, "planned", step + 1) as advance, planned(job, step, advance) as session:
+            with waiting(err, "planned", step + 1) as advance, planned(job, step, advance, say=note) as session:
                 click.echo(str(session.explain(step)))
             return
         with waiting(err, "looked through", within) as advance:
-            found = find_sample(job, wanted, within, advance)
+            found = find_sample(job, wanted, within, advance, say=note)
         click.echo(str(found))
         if found.status in ("ahead", "undecided"):
             error(f"the sample is not in the first {within} steps; --within looks through more")

@@ -118,3 +118,8 @@ def fail(fault: Exception, debug: bool, code: int, words: str) -> NoReturn:
 
 def error(words: str, more: str = "") -> None:
     click.echo(click.style("error: ", fg="red", bold=True) + words + (f"\n{more}" if more else ""), err=True)
+
+
+def note(words: str) -> None:
+    """Print what a reader of the result must know, apart from the result."""
+    click.echo(f"note: {words}", err=True)
