@@ -28,7 +28,8 @@ FAILED, UNUSABLE, STOPPED, TERMINATED = 1, 2, 130, 143  # exit codes: found fail
 job_file = click.argument("job_yaml", metavar="JOB.YAML", type=click.Path(dir_okay=False, path_type=Path))
 imports = click.option(
     "--import", "modules", metavar="MODULE", multiple=True,
-    help="Import a module first: one that registers the functions which the job file names. May be given several times.",
+    help="Import a module first: one that registers the functions which the job file names. It is looked for in the working directory, "
+    "after all other places; without --import nothing there is imported. May be given several times.",
 )  # fmt: skip
 where = click.option(
     "--runtime", metavar="NAME", default="local", show_default=True, help="Where loaders and constructors live: local, process, ray."
@@ -56,12 +57,13 @@ def read_job(path: Path, modules: tuple[str, ...]) -> Job:
 
     from overlord.job import Job
 
-    sys.path.insert(0, os.getcwd())
+    if modules and (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # after all others: no file there takes the place of a library; worker processes look there, too
     for name in modules:
         try:
             import_module(name)
         except ImportError as fault:
-            problem = f"cannot import {name!r}: {fault}; it is looked for in the working directory and in PYTHONPATH"
+            problem = f"cannot import {name!r}: {fault}; it is looked for in PYTHONPATH and, last, in the working directory"
             raise JobError([problem], "--import") from fault
     return Job.from_yaml(path)
 

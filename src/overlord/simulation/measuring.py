@@ -20,6 +20,7 @@ import numpy as np
 from overlord.channel.server import Server, dial
 from overlord.constructor.encoding import PixelForm
 from overlord.errors import OverlordError
+from overlord.importpath import as_setting
 from overlord.job import Batch, Job
 from overlord.messages import Cursor, Evaluate, Evaluated, Opening, Read, Refill
 from overlord.placetree import ClientPlaceTree
@@ -160,8 +161,8 @@ class _Child:
 
     def __init__(self, **told: Any):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "overlord.simulation.dummyjob"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            [sys.executable, "-P", "-m", "overlord.simulation.dummyjob"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": as_setting()},
         )  # fmt: skip
         self._limit = threading.Timer(CHILD_S, self._process.kill)
         self._limit.start()
