@@ -179,18 +179,25 @@ def serve(
 
 
 @cli.command()
-@job_file
-@click.option("--full", is_flag=True, help="Read every row of every file, not just some.")
+@click.argument("what", metavar="JOB.YAML|DATA")
+@click.option("--full", is_flag=True, help="Of a job: read every row of every file, not just some.")
 @imports
 @debug
-def inspect(job_yaml: Path, full: bool, modules: tuple[str, ...], debug: bool) -> None:
-    """Open every source and list what is broken."""
+def inspect(what: str, full: bool, modules: tuple[str, ...], debug: bool) -> None:
+    """Open every source of a job and list what is broken; or show what data hold.
+
+    DATA is a file, a directory, a pattern of files or a URI: its columns are listed, and a job file for it is suggested.
+    """
 
     def act() -> None:
+        from overlord.observe.datafile import data_view, inspect_data, is_data
         from overlord.observe.inspect import inspect_job
         from overlord.observe.tables import inspect_view, waiting
 
-        job, console = read_job(job_yaml, modules), screen()
+        if is_data(what):
+            screen().print(data_view(inspect_data(what)), soft_wrap=True)
+            return
+        job, console = read_job(Path(what), modules), screen()
         with waiting(screen(stderr=True), "looked at", len(job.sources)) as advance:
             reports = inspect_job(job, full=full, progress=advance)
         console.print(inspect_view(job, reports))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from overlord.errors import OverlordError
-from overlord.sources.base import RawSlice, ReadOptions
+from overlord.sources.base import RawSlice, ReadOptions, tokenize_it
 from overlord.sources.handles import ChunkReader, HandleCache
 from overlord.sources.index import Index, build_index, default_cache_dir
 from overlord.transforms.base import RowIds
@@ -121,8 +121,11 @@ def _all_columns(index: Index, options: ReadOptions, cache: HandleCache) -> dict
 
 
 def _lacking(pipeline: Pipeline, out: SourceReport) -> str:
-    missing = [repr(name) for name in pipeline.columns or () if name not in out.schema]
-    return f"; wanted the column {', '.join(missing)}, found {', '.join(out.schema) or 'none'}" if missing and out.schema else ""
+    missing = [name for name in pipeline.columns or () if name not in out.schema]
+    if not missing or not out.schema:
+        return ""
+    remedy = tokenize_it(missing, out.schema)
+    return f"; wanted the column {', '.join(map(repr, missing))}, found {', '.join(out.schema)}" + (f"; {remedy}" if remedy else "")
 
 
 def _sampled_files(index: Index, full: bool) -> list[int]:

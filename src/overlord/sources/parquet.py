@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from overlord.sources import columns as cols
-from overlord.sources.base import BadFile, Chunks, File, RawSlice, ReadOptions, is_fault, make_chunks, no_rows_chunk
+from overlord.sources.base import BadFile, Chunks, File, RawSlice, ReadOptions, is_fault, lacks_columns, make_chunks, no_rows_chunk
 from overlord.sources.lru import Lru
 from overlord.sources.readahead import joined
 
@@ -202,12 +202,9 @@ def _column_ids(footer: Any, options: ReadOptions) -> list[int] | None:
     """Leaf columns under the needed ones; names that the file lacks are a BadFile that lists what it has."""
     if options.columns is None:
         return None
-    known = footer.schema.to_arrow_schema().names
-    if missing := [c for c in options.columns if c not in known]:
-        raise BadFile(
-            f"wanted the column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}, found {', '.join(known) or 'none'}",
-            "name a column that every file has, or write the file again",
-        )
+    known = footer.schema.to_arrow_schema()
+    if missing := [c for c in options.columns if c not in known.names]:
+        raise lacks_columns(missing, {field.name: str(field.type) for field in known})
     wanted = set(options.columns)
     paths = [footer.schema.column(j).path for j in range(len(footer.schema))]
     return [j for j, path in enumerate(paths) if path in wanted or path.split(".")[0] in wanted]
