@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from overlord.calls import told
 from overlord.errors import JobError, OverlordError
 
 if TYPE_CHECKING:
@@ -100,13 +101,14 @@ def guarded(act: Callable[[], None], debug: bool) -> None:
     try:
         act()
     except OverlordError as fault:
-        fail(fault, debug, UNUSABLE, str(fault))
+        code = [note for note in getattr(fault, "__notes__", ()) if note.startswith("raised by")]
+        fail(fault, debug, UNUSABLE, "\n".join([str(fault), *code]))
     except (KeyboardInterrupt, click.ClickException, SystemExit):
         raise
     except BrokenPipeError:
         raise
     except Exception as fault:
-        said = "\n".join([f"{type(fault).__name__}: {fault}", *getattr(fault, "__notes__", ())])
+        said = "\n".join([told(fault), *getattr(fault, "__notes__", ())])
         words = f"{said}\nThis is not an error that Overlord knows; --debug shows where it comes from."
         fail(fault, debug, FAILED, words)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from overlord.calls import told
 from overlord.errors import OverlordError
 from overlord.sources.base import RawSlice, ReadOptions, tokenize_it
 from overlord.sources.handles import ChunkReader, HandleCache
@@ -91,7 +92,7 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
     except OverlordError as fault:
         out.failures.append(str(fault))
     except Exception as fault:  # a surprise of one source must not hide the others; it is told by name
-        out.failures.append(f"source {source.name!r}: {type(fault).__name__}: {fault}")
+        out.failures.append(f"source {source.name!r}: {told(fault)}")
     finally:
         cache.close()
     return out

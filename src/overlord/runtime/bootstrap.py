@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from overlord.calls import told
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.encoding import PixelForm
 from overlord.constructor.slabs import SlabPool
@@ -293,9 +294,7 @@ class Blueprint:
             except Exception as e:
                 if {"mixture", "schedule"} & set(allow):  # another mixture is meant, and begins to learn
                     return replace(state, schedule=None)
-                raise StateMismatch(
-                    {"schedule": ("what it had learned", f"{type(e).__name__}: {e}")}, "pass allow=('schedule',) to let it begin anew"
-                ) from e
+                raise StateMismatch({"schedule": ("what it had learned", told(e))}, "pass allow=('schedule',) to let it begin anew") from e
         return state
 
     def _state_of(self, saved: Mapping[str, Any]) -> StreamState:
