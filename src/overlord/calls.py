@@ -38,8 +38,8 @@ def _cannot_take(fn: Callable[..., Any], arguments: tuple[str, ...]) -> str:
 def where_raised(error: BaseException) -> str:
     """Return `` (at FILE:LINE, in FUNCTION)`` of the user's code that raised an error; empty where none did.
 
-    That is the innermost frame outside of this package, of Python's library and of installed ones; else the first frame outside of
-    this package. Texts that cross to other processes, or go to the quarantine, have no other way to say it.
+    The innermost frame outside of this package, of Python's library and of installed ones counts; else the first outside of this package.
+    Tracebacks do not reach the quarantine or other processes; texts do.
     """
     outside, trace = list[str](), error.__traceback__
     own = ""

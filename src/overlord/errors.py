@@ -74,7 +74,7 @@ NAMED = 5  # of sources and of parts, where there are more
 
 
 def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Differences for people. Of many, those of sources are summed up by source: who is missing, who is new, what has changed."""
+    """Return human-readable rows. Many differences are summed up by source: missing, new or changed."""
     if len(differences) <= MOST:
         return [f"{part}: saved {a}, found {b}" for part, (a, b) in sorted(differences.items())]
     own, rest = dict[str, dict[str, tuple[str, str]]](), dict[str, tuple[str, str]]()

@@ -1,4 +1,4 @@
-"""What ``overlord inspect`` shows of data without a job: columns, rows, and a job file to begin with."""
+"""Data without a job, for ``overlord inspect``: columns, rows, and a job file to begin with."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GLOB = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """What was found in a file, a directory or a pattern of files."""
+    """Facts about a file, a directory or a pattern of files."""
 
     uri: str
     name: str
@@ -82,7 +82,7 @@ def job_text(report: DataReport) -> str:
 
 
 def remarks(report: DataReport) -> list[str]:
-    """What the suggested job file leaves to its reader."""
+    """Return what the suggested job file leaves to its reader."""
     tokens = any(name in report.schema for name in IDS)
     found = []
     if not tokens and text_columns(report.schema):

@@ -108,7 +108,7 @@ def _found(job: Job, sample: SampleId, within: int, progress: Callable[[int], No
 
 @contextmanager
 def _looking(job: Job, begin: Standing, say: Say, allow: tuple[str, ...] = ()) -> Iterator[tuple[Session, int]]:
-    """A session beside the job's run: it has no journal, keeps no profile and begins at a state. Also the step at which it begins."""
+    """Yield a session without a journal or a profile, and the step at which it begins."""
     import overlord as ov
 
     quiet, first = replace(job, journal=None), begin.first

@@ -1,4 +1,4 @@
-"""What a job's journal says about a step, read without a lock: the job may run meanwhile, and nothing is written."""
+"""Read where a job stands from its journal, without a lock: the job may run meanwhile, and nothing is written."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def samples_of(job: Job, probes: Sequence[Probe]) -> int:
 
 
 def chosen(job: Job, n: int) -> tuple[Source, ...]:
-    """Return n sources of a job in its order: with images as many as their share, at least one if there is any; the drawn ones first."""
+    """Return n sources of a job in its order, the drawn ones first. Sources with images keep their share, at least one."""
     ranked = sorted(job.sources, key=lambda source: not _weight(job, source))
     pictures = [s.name for s in ranked if PixelForm.of([s]) is not None]
     others = [s.name for s in ranked if s.name not in pictures]
