@@ -5,6 +5,8 @@ Names are loaded when first used, so that ``import overlord`` costs a trainer no
 
 from __future__ import annotations
 
+from overlord import importpath  # isort: skip  # noqa: F401 - before any import that could find a file of the working directory
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""Functions of the user: whether they can be called as they will be, asked before anything runs."""
+"""Functions of the user: whether they can be called as they will be, and where in them an error was raised."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
+
+_PACKAGE = __file__.rpartition("/")[0] + "/"
+_LIBRARY = str(inspect.__file__).rpartition("/")[0] + "/"  # Python's own
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 def cannot_take(fn: Callable[..., Any], arguments: Sequence[str]) -> str:
@@ -29,3 +33,26 @@ def _cannot_take(fn: Callable[..., Any], arguments: tuple[str, ...]) -> str:
         name = getattr(fn, "__name__", None) or type(fn).__name__
         return f"wanted a function of ({', '.join(arguments)}), found {name}{signature}"
     return ""
+
+
+def where_raised(error: BaseException) -> str:
+    """Return `` (at FILE:LINE, in FUNCTION)`` of the user's code that raised an error; empty where none did.
+
+    The innermost frame outside of this package, of Python's library and of installed ones counts; else the first outside of this package.
+    Tracebacks do not reach the quarantine or other processes; texts do.
+    """
+    outside, trace = list[str](), error.__traceback__
+    own = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith((_PACKAGE, "<frozen")):
+            outside.append(f" (at {code.co_filename}:{trace.tb_lineno}, in {code.co_name})")
+            if not code.co_filename.startswith(_LIBRARY) and not any(part in code.co_filename for part in _INSTALLED):
+                own = outside[-1]
+        trace = trace.tb_next
+    return own or next(iter(outside), "")
+
+
+def told(error: BaseException) -> str:
+    """The type and text of an error, with where the user's code raised it."""
+    return f"{type(error).__name__}{f': {error}' if str(error) else ''}{where_raised(error)}"

@@ -27,6 +27,7 @@ from overlord.cliparts import (
     imports,
     job_file,
     launching,
+    note,
     read_job,
     read_options,
     resuming,
@@ -178,18 +179,25 @@ def serve(
 
 
 @cli.command()
-@job_file
-@click.option("--full", is_flag=True, help="Read every row of every file, not just some.")
+@click.argument("what", metavar="JOB.YAML|DATA")
+@click.option("--full", is_flag=True, help="Of a job: read every row of every file, not just some.")
 @imports
 @debug
-def inspect(job_yaml: Path, full: bool, modules: tuple[str, ...], debug: bool) -> None:
-    """Open every source and list what is broken."""
+def inspect(what: str, full: bool, modules: tuple[str, ...], debug: bool) -> None:
+    """Open every source of a job and list what is broken; or show what data hold.
+
+    DATA is a file, a directory, a pattern of files or a URI: its columns are listed, and a job file for it is suggested.
+    """
 
     def act() -> None:
+        from overlord.observe.datafile import data_view, inspect_data, is_data
         from overlord.observe.inspect import inspect_job
         from overlord.observe.tables import inspect_view, waiting
 
-        job, console = read_job(job_yaml, modules), screen()
+        if is_data(what):
+            screen().print(data_view(inspect_data(what)), soft_wrap=True)
+            return
+        job, console = read_job(Path(what), modules), screen()
         with waiting(screen(stderr=True), "looked at", len(job.sources)) as advance:
             reports = inspect_job(job, full=full, progress=advance)
         console.print(inspect_view(job, reports))
@@ -227,7 +235,8 @@ def plan(
         job, console = read_job(job_yaml, modules), screen()
         changes: dict[str, Any] = {} if strategy is None else {"strategy": strategy}
         job = replace(job, **changes, place=job.place if place is None else parse_place(place, job.place))
-        with waiting(screen(stderr=True), "planned", step + 1) as advance, planned(job, step, advance) as session:
+        what_if, err = place is not None or strategy is not None, screen(stderr=True)
+        with waiting(err, "planned", step + 1) as advance, planned(job, step, advance, what_if=what_if, say=note) as session:
             graph = session.graph(step)
         if html is not None:
             graph.to_html(html)
@@ -262,11 +271,11 @@ def explain(job_yaml: Path, step: int | None, sample: str | None, within: int, m
         job, err = read_job(job_yaml, modules), screen(stderr=True)
         if wanted is None:
             assert step is not None
-            with waiting(err, "planned", step + 1) as advance, planned(job, step, advance) as session:
+            with waiting(err, "planned", step + 1) as advance, planned(job, step, advance, say=note) as session:
                 click.echo(str(session.explain(step)))
             return
         with waiting(err, "looked through", within) as advance:
-            found = find_sample(job, wanted, within, advance)
+            found = find_sample(job, wanted, within, advance, say=note)
         click.echo(str(found))
         if found.status in ("ahead", "undecided"):
             error(f"the sample is not in the first {within} steps; --within looks through more")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from overlord.calls import told
 from overlord.errors import JobError, OverlordError
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ FAILED, UNUSABLE, STOPPED, TERMINATED = 1, 2, 130, 143  # exit codes: found fail
 job_file = click.argument("job_yaml", metavar="JOB.YAML", type=click.Path(dir_okay=False, path_type=Path))
 imports = click.option(
     "--import", "modules", metavar="MODULE", multiple=True,
-    help="Import a module first: one that registers the functions which the job file names. May be given several times.",
+    help="Import a module first: one that registers the functions which the job file names. It is looked for in the working directory, "
+    "after all other places; without --import nothing there is imported. May be given several times.",
 )  # fmt: skip
 where = click.option(
     "--runtime", metavar="NAME", default="local", show_default=True, help="Where loaders and constructors live: local, process, ray."
@@ -56,12 +58,13 @@ def read_job(path: Path, modules: tuple[str, ...]) -> Job:
 
     from overlord.job import Job
 
-    sys.path.insert(0, os.getcwd())
+    if modules and (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # after all others: no file there takes the place of a library; worker processes look there, too
     for name in modules:
         try:
             import_module(name)
         except ImportError as fault:
-            problem = f"cannot import {name!r}: {fault}; it is looked for in the working directory and in PYTHONPATH"
+            problem = f"cannot import {name!r}: {fault}; it is looked for in PYTHONPATH and, last, in the working directory"
             raise JobError([problem], "--import") from fault
     return Job.from_yaml(path)
 
@@ -98,13 +101,14 @@ def guarded(act: Callable[[], None], debug: bool) -> None:
     try:
         act()
     except OverlordError as fault:
-        fail(fault, debug, UNUSABLE, str(fault))
+        code = [note for note in getattr(fault, "__notes__", ()) if note.startswith("raised by")]
+        fail(fault, debug, UNUSABLE, "\n".join([str(fault), *code]))
     except (KeyboardInterrupt, click.ClickException, SystemExit):
         raise
     except BrokenPipeError:
         raise
     except Exception as fault:
-        said = "\n".join([f"{type(fault).__name__}: {fault}", *getattr(fault, "__notes__", ())])
+        said = "\n".join([told(fault), *getattr(fault, "__notes__", ())])
         words = f"{said}\nThis is not an error that Overlord knows; --debug shows where it comes from."
         fail(fault, debug, FAILED, words)
 
@@ -118,3 +122,8 @@ def fail(fault: Exception, debug: bool, code: int, words: str) -> NoReturn:
 
 def error(words: str, more: str = "") -> None:
     click.echo(click.style("error: ", fg="red", bold=True) + words + (f"\n{more}" if more else ""), err=True)
+
+
+def note(words: str) -> None:
+    """Print what a reader of the result must know, apart from the result."""
+    click.echo(f"note: {words}", err=True)

@@ -69,6 +69,37 @@ class PlanError(OverlordError):
         return where + self.problem + (f"; {self.remedy}" if self.remedy else "")
 
 
+MOST = 8  # differences that are listed one by one
+NAMED = 5  # of sources and of parts, where there are more
+
+
+def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Return human-readable rows. Many differences are summed up by source: missing, new or changed."""
+    if len(differences) <= MOST:
+        return [f"{part}: saved {a}, found {b}" for part, (a, b) in sorted(differences.items())]
+    own, rest = dict[str, dict[str, tuple[str, str]]](), dict[str, tuple[str, str]]()
+    for part, values in sorted(differences.items()):
+        name, colon, what = part.removeprefix("source ").rpartition(": ")
+        (own.setdefault(name, {}) if colon and part.startswith("source ") else rest)[what or part] = values
+    missing = [name for name, parts in own.items() if all(found == "nothing" for _, found in parts.values())]
+    new = [name for name, parts in own.items() if all(saved == "nothing" for saved, _ in parts.values())]
+    changed = [f"{name} ({', '.join(parts)})" for name, parts in own.items() if name not in missing and name not in new]
+    if missing or new:
+        rest = {part: values for part, values in rest.items() if part != "sources"}  # the digest of their names
+    told = {
+        "sources of the state that the job lacks": missing,
+        "sources of the job that the state lacks": new,
+        "sources that changed": changed,
+    }
+    rows = [f"{what}: {_few(names)}" for what, names in told.items() if names]
+    rows += [f"{part}: saved {a}, found {b}" for part, (a, b) in list(rest.items())[:NAMED]]
+    return rows + ([f"and {len(rest) - NAMED} more: {', '.join(list(rest)[NAMED:])}"] if len(rest) > NAMED else [])
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+
 class StateMismatch(OverlordError):
     """A saved state that does not fit. ``differences`` maps each part to (saved, found), ``problem`` says what is wrong with it."""
 
@@ -77,7 +108,9 @@ class StateMismatch(OverlordError):
         self.differences, self.remedy, self.problem = dict(differences), remedy, problem
 
     def __str__(self) -> str:
-        rows = "\n".join(f"  - {part}: saved {a}, found {b}" for part, (a, b) in sorted(self.differences.items()))
+        if not self.differences:
+            return self.problem + (f"; {self.remedy}" if self.remedy else "")
+        rows = "\n".join(f"  - {row}" for row in _rows(self.differences))
         return f"{self.problem}; {len(self.differences)} part(s) differ\n{rows}" + (f"\n{self.remedy}" if self.remedy else "")
 
 

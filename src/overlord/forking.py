@@ -9,10 +9,14 @@ import multiprocessing
 import os
 import select
 import signal
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess, set_spawning_popen
 from typing import Any
+
+from overlord import importpath
 
 # Loaded once, in the fork server: a process then starts in tens of milliseconds and shares these pages with all others. What
 # stands here must start no Python thread when imported (a fork does not copy threads), and is best what every host needs.
@@ -28,6 +32,7 @@ UNGUARDED = (
 )
 
 
+_starting = threading.Lock()
 _server: Any = getattr(forkserver, "_forkserver", None)  # private to Python; whatever is missing in it, we do without
 
 
@@ -47,6 +52,7 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(prepared, first)
         finally:
             set_spawning_popen(None)
+        _ensure_server()
         self.sentinel, pipe = forkserver.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
         copy = os.dup(pipe)  # the child's sentinel of its parent
         self.finalizer = util.Finalize(self, util.close_fds, (copy, self.sentinel))  # type: ignore[attr-defined]
@@ -102,8 +108,40 @@ def process(**what: Any) -> Process:
 def warm_up() -> None:
     """Start the fork server now, so that it loads its modules while this process does something else."""
     context()
-    if _server is not None and hasattr(_server, "ensure_running"):
+    _ensure_server()
+
+
+def _ensure_server() -> None:
+    """Start the fork server if none runs. It looks for modules where this process does.
+
+    Python starts it with ``-c``, and an interpreter so started looks in its working directory first.
+    """
+    if _server is None or not hasattr(_server, "ensure_running") or _runs(getattr(_server, "_forkserver_pid", None)):
+        return
+    with _starting, _environment(importpath.settings()):
         _server.ensure_running()
+
+
+def _runs(pid: int | None) -> bool:
+    try:
+        return pid is not None and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    """Set variables for a process that is started meanwhile."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def leave_no_socket() -> None:

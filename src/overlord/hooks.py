@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.calls import cannot_take
+from overlord.calls import cannot_take, told
 from overlord.errors import JobError, PlanError
 from overlord.hashing import key64, keyed_hash
 from overlord.placetree import ClientPlaceTree
@@ -130,7 +130,7 @@ class Hook:
         except PlanError:
             raise
         except (Exception, SystemExit, GeneratorExit) as e:  # the user's code: whatever it raises ends the job at this step, by name
-            raise PlanError(f"{self.__name__} raised {type(e).__name__}: {e}", step, "mend the hook") from e
+            raise PlanError(f"{self.__name__} raised {told(e)}", step, "mend the hook") from e
 
 
 def loader_do_plan(fn: Callable[[Popped], Ragged]) -> Hook:

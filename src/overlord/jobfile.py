@@ -48,17 +48,29 @@ def read_job(path: str | Path) -> Job:
     where = str(path)
     if is_uri(where):
         raise JobError(["wanted a file of this machine, found a URI; copy it here"], "job file")
+    _refuse_data(where)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as fault:
         raise JobError([f"cannot be read: {fault.strerror or fault}"], where) from fault
     except UnicodeDecodeError as fault:
-        raise JobError([f"is not UTF-8: {fault.reason} at byte {fault.start}"], where) from fault
+        problem = f"expected a job file as text, got a file that is not UTF-8: {fault.reason} at byte {fault.start}"
+        raise JobError([problem], where) from fault
     reader = _Reader(os.path.dirname(os.path.abspath(where)))
     job = reader.read(text)
     if job is None or reader.problems:
         raise JobError(reader.problems, where)
     return job
+
+
+def _refuse_data(where: str) -> None:
+    """A data file in the place of a job file: say so by its name, before it is read as text."""
+    from overlord.sources.formats import SUFFIXES
+
+    if os.path.isdir(where):
+        raise JobError([f"expected a job file, got a directory; `overlord inspect {where}` lists the data in it"], where)
+    if where.lower().endswith(SUFFIXES) and not where.lower().endswith(".json"):
+        raise JobError([f"expected a job file (YAML), got data; `overlord inspect {where}` shows it and suggests a job file"], where)
 
 
 def write_job(job: Job) -> str:
@@ -98,6 +110,8 @@ class _Reader:
             given["mixture"] = mixture
         elif "mixture" in given:
             del given["mixture"]
+        if not sources:  # nothing to weigh
+            given.pop("mixture", None)
         if isinstance(given.get("journal"), str):
             given["journal"] = self._path(given["journal"])
         try:
@@ -145,12 +159,15 @@ class _Reader:
 
     def _sources(self, plain: Any) -> list[Source]:
         """Every source, or a stand-in of its name where it failed, so that names and mixture can still be checked."""
-        if isinstance(plain, dict):
+        if isinstance(plain, dict) and plain:
             entries = [(f"sources.{name}", name, entry) for name, entry in plain.items()]
         elif isinstance(plain, list) and plain:
             entries = [(f"sources[{i}]", None, entry) for i, entry in enumerate(plain)]
         else:
-            self.problems.append(f"sources: wanted a list or a mapping of sources, found {_shown(plain)}")
+            example = "as in {web: {uri: 'data/web/*.parquet'}}"
+            self.problems.append(
+                f"sources: expected a list or a mapping with at least one source, got {_shown(plain)}; name one, {example}"
+            )
             return []
         return [self._source(at, name, entry) for at, name, entry in entries]
 

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from overlord.calls import told
 from overlord.errors import JobError
 from overlord.job import did_you_mean
 from overlord.planner.schedule import BUILT_IN, Registered, factories, make
@@ -66,7 +67,7 @@ def _made(kind: str, given: dict[str, Any], missing: list[str], at: str, problem
     except JobError as fault:  # what is missing was said already
         problems += [f"{at}.{problem}" for problem in fault.problems if not problem.startswith(tuple(f"{name}:" for name in missing))]
     except Exception as fault:  # a registered factory is the user's code
-        problems.append(f"{at}: {kind} raised {type(fault).__name__}: {fault}")
+        problems.append(f"{at}: {kind} raised {told(fault)}")
     return failed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -235,3 +236,65 @@ def test_the_readme_names_its_two_commands_before_anything_else():
     text = text_of(ROOT / "README.md")
     assert "make demo" in text.split("## ")[0]
     assert "make test" in text.split("## ")[0]
+
+
+def test_pages_give_methods_of_a_session_the_arguments_and_defaults_that_they_have():
+    """A call that a page writes out in full, as in `session.add_source(source, at=None, *, loaders=None)`."""
+    names = [name for name in dir(ov.Session) if not name.startswith("_") and callable(getattr(ov.Session, name))]
+    written, wrong = 0, []
+    for page in PAGES:
+        for name, given in re.findall(rf"(?<![.\w])(?:session\.)?({'|'.join(names)})\(([^()`]*=[^()`]*)\)", text_of(page)):
+            if "*" not in given and "at=None" not in given:
+                continue  # a call, with values of its own
+            written += 1
+            found = [
+                str(p).split(":")[0] + ("" if p.default is p.empty else f"={p.default!r}") for p in _parameters(getattr(ov.Session, name))
+            ]
+            if [part.strip() for part in given.split(",") if part.strip() != "*"] != found:
+                wrong.append(f"{page.name}: {name}({given}), and the method has ({', '.join(found)})")
+    assert wrong == []
+    assert written >= 5
+
+
+def _parameters(method: Any) -> list[inspect.Parameter]:
+    return [p for p in inspect.signature(method).parameters.values() if p.name != "self"]
+
+
+def test_the_page_on_laptops_says_when_a_program_needs_a_guard(desk: Path):
+    """Its block without the guard runs; with a function of its own in the job, it is the error that the page has in its table."""
+    [block] = [b for b in blocks(ROOT / "docs/deploy/laptop.md", "python") if "__main__" in b]
+    job = f"name: x\nsources: {{web: {{uri: {desk}/corpus/web, epochs: 1, transforms: [{{tokenize: {{tokenizer: tokenizer.json}}}}]}}}}\n"
+    (desk / "job.yaml").write_text(job + "batch: {samples: 50, context: 64}\n")
+    bare = re.sub(r"^if __name__.*$", "if True:", block, flags=re.MULTILINE)
+    own = bare.replace('ov.Job.from_yaml("job.yaml")', "job") + "\n"
+    keep = (
+        "from dataclasses import replace\nimport overlord as ov\ndef keep(row):\n    return True\njob = ov.Job.from_yaml('job.yaml')\n"
+        "source = replace(job.sources[0], transforms=[ov.Filter(keep, rows=True), *job.sources[0].transforms])\n"
+        "job = replace(job, sources=[source])\n"
+    )
+    for text, code, words in (
+        (bare, 0, "loader-host/0"),
+        (keep + own, 1, "loader-host/0 is lost: its process ended before it could start"),
+    ):
+        (desk / "program.py").write_text(text)
+        command = [sys.executable, str(desk / "program.py")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=_env(desk))
+        assert done.returncode == code, done.stderr
+        assert words in done.stdout + done.stderr
+    assert f"`{words}`" in text_of(ROOT / "docs/deploy/laptop.md")
+
+
+def test_pages_on_images_agree_that_they_are_decoded_and_routed():
+    """Decision 0006 was made before; a page that says otherwise is out of date."""
+    pages = {page.name: " ".join(text_of(page).split()) for page in PAGES}
+    assert [name for name, text in pages.items() if re.search(r"(?i)nothing (yet )?decodes|images are not decoded", text)] == []
+    assert "0016-images-are-items.md" in pages["0006-encoder-once-per-iteration.md"]
+
+
+def test_the_axis_cp_alone_splits_no_sequence_as_its_page_says():
+    buffer = ov.Buffer.from_columns({"text": {"tokens": [4000, 10, 10, 10]}}, batch=ov.Batch(samples=4, context=8192))
+    plan = ov.DGraph.from_buffer(buffer, ov.ClientPlaceTree(dp=1, cp=4)).mix([1.0]).distribute("CP").balance("greedy").plan()
+    assert sorted(plan.main.sample.tolist()) == [0, 1, 2, 3]  # each once, so in one bucket, whole
+    assert int(plan.main.size.max()) == 4000
+    page = " ".join(text_of(ROOT / "docs" / "primitives" / "distribute.md").split())
+    assert "this axis alone splits no sequence" in page

@@ -15,9 +15,10 @@ from overlord.errors import JobError
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.options import Options
 from overlord.scaling.fleet import Fleet
+from overlord.simulation.dummies import Probe
 from overlord.simulation.fleetrun import FleetRun, Ran
-from overlord.simulation.measuring import Measured, probed
-from overlord.simulation.scale import Asked, fleet_of, placed
+from overlord.simulation.measuring import Measured, chosen, probed, samples_of
+from overlord.simulation.scale import Asked, constants_of, fleet_of, placed, simulated
 from tests.corpus import write_rows
 from tests.properties.test_fleet import LIKELY
 
@@ -131,3 +132,35 @@ def test_the_command_shows_and_writes_what_it_found(job: ov.Job, tmp_path: Path,
     wrong = CliRunner().invoke(cli, ["simulate", str(tmp_path / "job.yaml"), "--gpus", "many"])
     assert wrong.exit_code == 2
     assert "wanted whole numbers above 0" in wrong.output
+
+
+def pictured(job: ov.Job, name: str) -> ov.Job:
+    """The same job, of which one source has images."""
+    images = ov.Images("tokens", placeholder=7)  # a column that is there; nothing is decoded here
+    sources = [replace(s, transforms=[*s.transforms, images]) if s.name == name else s for s in job.sources]
+    return replace(job, sources=sources, strategy="vlm_hybrid")
+
+
+def test_constants_of_the_same_files_without_images_are_not_taken_for_those_with(job: ov.Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overlord.simulation.scale.measured", lambda *_, **__: Measured(constants=LIKELY, probes=()))
+    kept = []
+    for made in (Blueprint(job, Options()), Blueprint(pictured(job, "s1"), Options())):
+        kept.append(constants_of(made, again=False, progress=lambda what, done, of: None)[1])
+        made.close()
+    assert kept[0] != kept[1]
+
+
+def test_dummy_jobs_hold_a_source_with_images_wherever_it_is_listed_and_few_samples_of_large_ones(job: ov.Job) -> None:
+    many = replace(job, sources=[replace(job.sources[0], name=f"t{i}") for i in range(40)] + [replace(job.sources[0], name="s")])
+    assert [s.name for s in chosen(many, 3)] == ["t0", "t1", "t2"]
+    assert [s.name for s in chosen(pictured(many, "s"), 3)] == ["t0", "t1", "s"]
+    assert [s.name for s in chosen(replace(many, mixture={"t7": 1.0, "s": 1.0}), 2)] == ["t7", "s"]
+    large, small = (Probe(row_s=1e-3, sample_bytes=1e3, meta={"tokens": [n]}) for n in (3000, 30))
+    assert samples_of(many, [large]) == samples_of(pictured(many, "s"), [small]) == 64
+    assert samples_of(pictured(many, "s"), [small, large]) == 4
+
+
+def test_a_mesh_that_no_launch_takes_is_refused_before_anything_is_measured(job: ov.Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overlord.simulation.scale.measured", lambda *_, **__: pytest.fail("measured"))
+    with pytest.raises(JobError, match=r'simulate, 64 GPUs with cp 2, pp 1, tp 1: place: cp=2 cuts microbatches.*cp_split="none"'):
+        simulated(pictured(job, "s1"), Asked(gpus=[64], cp=2))

@@ -29,7 +29,7 @@ def test_a_dataset_is_cut_into_chunks_of_sixteen_slices(tmp_path):
     assert everything.index.rows == 100
     assert [r["x"] for r in everything.rows] == [i for i in range(100) if i % 10 != 9 and i != 3]
     reasons = dict(everything.reasons)
-    assert reasons[3] == "the dataset raised KeyError: 'no 3'"
+    assert reasons[3].startswith(f"the dataset raised KeyError: 'no 3' (at {__file__}:")
     assert reasons[9] == "wanted a dict, found list"
 
 

@@ -370,7 +370,7 @@ def test_a_row_function_that_fails_or_answers_wrongly_loses_that_row_only():
         pa.table({"n": range(5), "l": [[1]] * 5}), ids(5)
     )
     assert (staged.index.tolist(), staged.dropped) == ([0, 3], 1)
-    assert [(i, reason.split(": ", 1)[1]) for i, reason in staged.bad] == [
+    assert [(i, reason.split(": ", 1)[1].partition(f" (at {__file__}:")[0]) for i, reason in staged.bad] == [
         (1, "TypeError: wanted True or False, found None"),
         (4, "KeyError: 4"),
     ]

@@ -195,7 +195,8 @@ class _Connected:
         try:
             at = self._asking.ask("rewind", timeout_s=max(self._timeout_s, REWIND_S), state=state, allow=tuple(allow), took=took)
         except FrameError as fault:  # no state holds what cannot travel
-            raise StateMismatch({"form": ("damaged", str(fault))}, "save and load what state_dict() gave, unchanged") from fault
+            remedy = "save and load what state_dict() gave, unchanged"
+            raise StateMismatch({"form": ("damaged", str(fault))}, remedy, "the state is damaged") from fault
         if at["generation"] == old.generation and not self._started["constructors"]:
             return old, at["state"]  # nobody has taken a step, and those that were sent to this client are nowhere else
         new = self._inbox(at)

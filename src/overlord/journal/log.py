@@ -296,6 +296,15 @@ def read_all(where: Where) -> list[Record]:
     return reading.records
 
 
+def read_if_any(where: Where) -> list[Record]:
+    """Return the records of a journal without holding it; an empty list where there is no journal. A fault is an error."""
+    place = _place(where)
+    reading = _load(place)
+    if reading.faults:
+        raise _damaged(place, reading)
+    return reading.records
+
+
 def _load(place: Place) -> Reading:
     for _ in range(TRIES):
         chain = Chain()

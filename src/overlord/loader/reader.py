@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
+from overlord.calls import told
 from overlord.errors import DataStall, OverlordError, SourceError, StorageError, TransformError
 from overlord.loader.blocks import all_bad, long_of, merged, rows_of
 from overlord.loader.code import Code
@@ -201,7 +202,7 @@ class SourceReader:
         except (OverlordError, MemoryError, Later):
             raise
         except Exception as error:  # a reader's surprise must name its source, or nobody finds it
-            raise SourceError(self.order.name, f"reading failed: {type(error).__name__}: {error}") from error
+            raise SourceError(self.order.name, f"reading failed: {told(error)}") from error
         with self._lock:
             if self._ticket is not ticket:
                 raise StorageError(self.order.name, "a read that was given up has ended")

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from overlord.calls import told
 from overlord.errors import OverlordError
-from overlord.sources.base import RawSlice, ReadOptions
+from overlord.sources.base import RawSlice, ReadOptions, tokenize_it
 from overlord.sources.handles import ChunkReader, HandleCache
 from overlord.sources.index import Index, build_index, default_cache_dir
 from overlord.sources.mixed import type_name
@@ -96,7 +97,7 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
     except OverlordError as fault:
         out.failures.append(str(fault))
     except Exception as fault:  # a surprise of one source must not hide the others; it is told by name
-        out.failures.append(f"source {source.name!r}: {type(fault).__name__}: {fault}")
+        out.failures.append(f"source {source.name!r}: {told(fault)}")
     finally:
         cache.close()
     return out
@@ -131,8 +132,11 @@ def _all_columns(index: Index, options: ReadOptions, cache: HandleCache) -> dict
 
 
 def _lacking(pipeline: Pipeline, out: SourceReport) -> str:
-    missing = [repr(name) for name in pipeline.columns or () if name not in out.schema]
-    return f"; wanted the column {', '.join(missing)}, found {', '.join(out.schema) or 'none'}" if missing and out.schema else ""
+    missing = [name for name in pipeline.columns or () if name not in out.schema]
+    if not missing or not out.schema:
+        return ""
+    remedy = tokenize_it(missing, out.schema)
+    return f"; wanted the column {', '.join(map(repr, missing))}, found {', '.join(out.schema)}" + (f"; {remedy}" if remedy else "")
 
 
 def _all_long(out: SourceReport, job: Job) -> str:

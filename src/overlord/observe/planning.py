@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from overlord.errors import JobError, PlanError
+from overlord.errors import JobError, PlanError, StateMismatch
 from overlord.observe.explain import SampleExplanation, explain_sample, find
+from overlord.observe.standing import Past, Standing
 from overlord.placetree import AXES, ClientPlaceTree
+from overlord.planner.events import skipped
 
 if TYPE_CHECKING:
     from overlord.job import Job
@@ -18,6 +20,15 @@ if TYPE_CHECKING:
     from overlord.plan import LoadingPlan
     from overlord.runtime.session import Session
     from overlord.sample import SampleId
+
+
+Say = Callable[[str], None]
+QUIET: dict[str, Any] = {"prefetch": 1, "partition": "off", "watch_s": 0.0}  # nothing is measured, so nothing is kept
+MANY = 4  # differences that are named
+
+
+def silent(words: str) -> None:
+    """Drop what is said."""
 
 
 def parse_place(text: str, base: ClientPlaceTree) -> ClientPlaceTree:
@@ -32,19 +43,26 @@ def parse_place(text: str, base: ClientPlaceTree) -> ClientPlaceTree:
 
 
 @contextmanager
-def planned(job: Job, step: int, progress: Callable[[int], None] | None = None) -> Iterator[Session]:
-    """A session that has planned a step as a run of the job would. ``progress`` is told how many steps are planned."""
-    import overlord as ov
+def planned(
+    job: Job, step: int, progress: Callable[[int], None] | None = None, *, what_if: bool = False, say: Say = silent
+) -> Iterator[Session]:
+    """Yield a session that has planned a step as a run of the job plans it. ``progress`` receives the number of planned steps.
 
-    with ov.launch(job, prefetch=1) as session:
-        if step:
-            session.skip(range(step))
+    With a journal, planning begins at the state that the journal has before the step. Nothing is written and nothing is locked.
+    ``what_if``: the job has another place or strategy than its run. ``say`` receives what a reader must know about the answer.
+    """
+    begin = Past.of(job).at(step)
+    with _looking(job, begin, say, allow=("strategy",) if what_if else ()) as (session, first):
+        if step > first:
+            session.skip(range(first, step))
         taking = _Taking(session)
         while taking.waits():
             if progress:
                 progress(min(step + 1, int(session.metrics()["planned_steps"])))
-        if taking.ended:
-            raise PlanError(f"the job has no such step: it ends after {session.metrics()['planned_steps']} steps", step)
+        if taking.ended and (ends := int(session.metrics()["planned_steps"])) <= step:
+            raise PlanError(f"the job has no such step: it ends after {ends} steps", step)
+        if not what_if and first == begin.first:
+            _compare(session, step, begin, say)
         yield session
 
 
@@ -54,25 +72,67 @@ def plan_step(job: Job, step: int, progress: Callable[[int], None] | None = None
         return session.plan(step)
 
 
-def find_sample(job: Job, sample: SampleId, within: int, progress: Callable[[int], None] | None = None) -> SampleExplanation:
-    """Where a run of the job puts a sample, looked for in its first steps. It ends as soon as the stream has passed the row."""
-    import overlord as ov
+def find_sample(
+    job: Job, sample: SampleId, within: int, progress: Callable[[int], None] | None = None, *, say: Say = silent
+) -> SampleExplanation:
+    """Where a run of the job puts a sample, looked for in the first steps. It ends as soon as the stream has passed the row.
 
-    with ov.launch(job, prefetch=1) as session:
+    With a journal the search begins at its oldest state. A row that the stream had passed by then is looked for from the job file alone.
+    """
+    past = Past.of(job)
+    answer = _found(job, sample, within, progress, past.oldest_state(), say)
+    if answer.status != "gone":
+        return answer
+    say(f"journal {past.shown}: expected the step of {sample}, got steps from {past.oldest} on; the answer follows from the job file alone")
+    return _found(job, sample, within, progress, Standing(), say)
+
+
+def _found(job: Job, sample: SampleId, within: int, progress: Callable[[int], None] | None, begin: Standing, say: Say) -> SampleExplanation:
+    with _looking(job, begin, say) as (session, first):
         explain_sample(sample, session._known())  # an id that no step can hold is refused before anything is read
         found: list[Stage] = []
         session._host.on_stage.append(lambda stage: found.append(stage) if find(sample, stage.plan) >= 0 else None)
-        session.skip(range(within))
+        session.skip(range(first, first + within))
         taking, over = _Taking(session), False
         while True:
             known = session._pump.ask(session._known, "the planner")  # before looking at what was found: it was found before this
             if progress:
-                progress(min(within, known.state.step))
-            # All steps were watched, so none counts as forgotten; that they are not delivered is our doing and not the job's.
-            answer = explain_sample(sample, replace(known, stages=[replace(s, skipped=False) for s in found]))
+                progress(min(within, known.state.step - first))
+            # All steps were watched, so none counts as forgotten; of those that are not delivered, the job skips its own alone.
+            watched = [replace(s, skipped=skipped(begin.skipped, s.plan.step, s.plan.step + 1)) for s in found]
+            answer = explain_sample(sample, replace(known, stages=watched))
             if over or answer.status not in ("ahead", "undecided"):
                 return answer
             over = not taking.waits()
+
+
+@contextmanager
+def _looking(job: Job, begin: Standing, say: Say, allow: tuple[str, ...] = ()) -> Iterator[tuple[Session, int]]:
+    """Yield a session without a journal or a profile, and the step at which it begins."""
+    import overlord as ov
+
+    quiet, first = replace(job, journal=None), begin.first
+    try:
+        session = ov.launch(quiet, resume=begin.state, allow=allow, **QUIET)
+    except StateMismatch as fault:
+        parts = ", ".join(sorted(fault.differences)[:MANY]) + (f" and {n} more" if (n := len(fault.differences) - MANY) > 0 else "")
+        say(f"journal: expected this job's, got one that differs in {parts}; the answer follows from the job file alone")
+        session, first = ov.launch(quiet, **QUIET), 0
+    else:
+        if begin.note:
+            say(begin.note)
+    with session:
+        yield session, first
+
+
+def _compare(session: Session, step: int, begin: Standing, say: Say) -> None:
+    """Say so if the plan is not the one of the journal: files changed since, or the job has another place."""
+    made = session.plan(step).digest()
+    if begin.digest and begin.digest != made:
+        elsewhere = (
+            "" if begin.place == repr(session.job.place) else f": the run had {begin.place}, and the job file has {session.job.place!r}"
+        )
+        say(f"step {step}: expected digest {begin.digest} as in the journal, got {made}{elsewhere}")
 
 
 class _Taking:

@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Group
 from rich.text import Text
 
+from overlord.calls import told
 from overlord.errors import OverlordError
 from overlord.observe.svg import Line, lines, series_color
 from overlord.observe.tables import bar, grid, size
@@ -51,7 +52,7 @@ def profile_job(blueprint: Blueprint, bounds: Bounds, progress: Callable[[str], 
         except OverlordError as fault:
             failures.append(str(fault))
         except Exception as fault:  # a surprise of one source must not hide the others; it is told by name
-            failures.append(f"source {name!r}: {type(fault).__name__}: {fault}")
+            failures.append(f"source {name!r}: {told(fault)}")
         progress(name)
     return Profiled(profile=JobProfile.of(found, machine()), failures=tuple(failures))
 

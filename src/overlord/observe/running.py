@@ -17,6 +17,7 @@ from overlord.hashing import digest
 from overlord.observe.explaintext import time_over_mean
 from overlord.observe.tables import run_view
 from overlord.observe.watch import Meter, Taken, watch
+from overlord.planner.saved import no_state
 from overlord.sources.uris import is_uri
 
 if TYPE_CHECKING:
@@ -119,10 +120,11 @@ def read_state(path: Path) -> dict[str, Any]:
     except OSError as fault:
         raise JobError([f"cannot be read: {fault.strerror or fault}"], str(path)) from fault
     except ValueError as fault:
-        raise JobError([f"is no JSON: {fault}"], str(path)) from fault
-    if not isinstance(state, dict):
-        raise StateMismatch({"file": (type(state).__name__, "a mapping")}, f"{path} holds no state")
-    return state
+        raise JobError([f"expected a state as JSON, got a file that is not JSON: {fault}"], str(path)) from fault
+    if (problem := no_state(state)) and not (isinstance(state, dict) and "stream" in state):  # one of a trainer's: told by ``launch``
+        raise StateMismatch({}, "give a file that `overlord run --save` wrote, or --resume auto", f"{path}: {problem}")
+    found: dict[str, Any] = state
+    return found
 
 
 def save_state(path: Path, session: Session) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from overlord.calls import told, where_raised
 from overlord.errors import OverlordError, PlanError
 from overlord.job import mixture_problems
 from overlord.messages import (
@@ -204,11 +205,11 @@ class Planner(Leaving):
             try:
                 planned = self._plan_step()
             except (StopIteration, SystemExit, GeneratorExit) as error:  # in a trainer's loop they would look like the end of the data
-                what = f"the strategy or the schedule raised {type(error).__name__}: {error}"
+                what = f"the strategy or the schedule raised {told(error)}"
                 planned = self._finish(PlanError(what, self._state.step, "it must end neither the program nor a loop"))
             except Exception as error:  # a strategy is the user's code: whatever it raises ends the job at this step, as it is
-                if not isinstance(error, OverlordError):
-                    error.add_note(f"raised by the strategy or the schedule while step {self._state.step} was planned")
+                if (where := where_raised(error)) or not isinstance(error, OverlordError):
+                    error.add_note(f"raised by the strategy or the schedule while step {self._state.step} was planned{where}")
                 planned = self._finish(error)
             commands += planned
             if self._waiting or self._finished:

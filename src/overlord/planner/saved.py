@@ -9,7 +9,19 @@ from typing import Any
 from overlord.messages import AddSource, Report, SetMixture, Skip, SourceLost
 from overlord.planner.events import Event
 
+KEYS = ("version", "job", "fingerprint", "step", "cursors")  # of the keys of a state, those by which it is known for one
 EACH = ("files", "transforms", "reading")  # parts of a fingerprint that every source has
+
+
+def no_state(saved: Any) -> str:
+    """Say why a value is not a state of an Overlord job; empty if it has the form of one."""
+    wanted = f"expected a mapping with {', '.join(KEYS)} and more, as state_dict() gives it, got"
+    if not isinstance(saved, Mapping):
+        return f"not an Overlord state: {wanted} {type(saved).__name__}"
+    if missing := [key for key in KEYS if key not in saved]:
+        keys = ", ".join(map(repr, list(saved)[:8])) or "no key"
+        return f"not an Overlord state: {wanted} {keys}; it lacks {', '.join(missing)}"
+    return ""
 
 
 def event_out(event: Event) -> dict[str, Any]:

@@ -218,7 +218,7 @@ class SourceStream:
                 self.error = SourceError(
                     self.name, f"{self._bad_run} rows in a row could not be used; the last: row {row}: {found.bad_reason[j]}",
                     self._files[file] if file < len(self._files) else f"file {file}",
-                    remedy="mend the source (overlord inspect shows it), filter these rows, or raise max_bad",
+                    remedy=f"mend the source (overlord inspect shows it), filter these rows, or raise max_bad{_tokenize(self._bad_said)}",
                 )  # fmt: skip
                 return goods, j + 1
         if previous < len(found):
@@ -242,7 +242,7 @@ class SourceStream:
 
     def _no_sample(self, epoch: int) -> SourceError:
         lost = f"epoch {epoch} gave no sample: every row was quarantined or dropped by a filter"
-        remedy = "look at session.quarantine() and at the source's filters"
+        remedy = f"look at session.quarantine() and at the source's filters{_tokenize(self._bad_said)}"
         if n := self._epoch_long:
             lost += f", or is longer than the context (on_long='drop'; {n:,} document{'s' * (n > 1)})"
             remedy = "raise the context, or let on_long split long documents; " + remedy
@@ -310,6 +310,11 @@ class SourceStream:
 
     def check(self) -> None:
         assert self._ready == sum(s.left for s in self._segments), (self.name, self._ready)
+
+
+def _tokenize(said: str) -> str:
+    """Token ids that are missing in every row are most often text that nobody tokenizes."""
+    return "; text becomes token ids by Tokenize in the source's transforms" if said.endswith(": tokens is null or missing") else ""
 
 
 def step_meta(pieces: Sequence[Piece]) -> dict[str, Column]:

@@ -41,15 +41,16 @@ class Recovered:
     planned: dict[int, str] = field(default_factory=dict)  # digests, of the steps behind the oldest state that is kept
     empty: bool = True
     checking: bool = False  # every snapshot must be what the plans before it give
+    keeping: bool = False  # all states stay, also those before the step that all ranks took: for readers, who never prune
     _astray: Entry | None = None  # the first that stands before any snapshot: the one it was a change of was pruned
     _front: StreamState | None = None  # where checking stands
     _states: dict[int, StreamState] = field(default_factory=dict)  # snapshots by the step they are behind
     _entries: list[Entry] = field(default_factory=list)  # all since the oldest of them, which is the first
 
     @staticmethod
-    def of(entries: Iterable[Entry], *, checking: bool = False) -> Recovered:
+    def of(entries: Iterable[Entry], *, checking: bool = False, keeping: bool = False) -> Recovered:
         """From records in the order in which they were written; what cannot be is a ``JournalError`` that says where it lies."""
-        found = Recovered(checking=checking)
+        found = Recovered(checking=checking, keeping=keeping)
         for entry in entries:
             try:
                 found.add(entry)
@@ -121,7 +122,7 @@ class Recovered:
 
     def _let_go(self) -> None:
         """Nothing is wanted of what lies before the newest snapshot that all ranks have passed: all that was said by then is in it."""
-        passed = [step for step in self._states if step <= self.acked]
+        passed = [] if self.keeping else [step for step in self._states if step <= self.acked]
         if len(passed) > 1:
             oldest = passed[-1]
             self._states = {step: state for step, state in self._states.items() if step >= oldest}
@@ -135,6 +136,11 @@ class Recovered:
     def snapshots(self) -> list[int]:
         """Steps of the snapshots that are kept: each the next step of its state."""
         return sorted(behind + 1 for behind in self._states)
+
+    @property
+    def open_step(self) -> int:
+        """The first step that has no plan since the last rewind: the newest state stands before it."""
+        return self._planned_to + 1
 
     @property
     def events(self) -> list[Event]:

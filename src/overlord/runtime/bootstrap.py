@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from overlord.calls import told
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.encoding import PixelForm
 from overlord.constructor.slabs import SlabPool
-from overlord.errors import JobError, StateMismatch
+from overlord.errors import MOST, JobError, StateMismatch
 from overlord.hashing import digest
 from overlord.hooks import Hook, RawPlan
 from overlord.job import NOT_THE_STREAM, Job, Source
@@ -25,7 +26,7 @@ from overlord.loader.reader import SourceReader
 from overlord.messages import AddSource, Cursor, Opening, StreamState
 from overlord.placetree import ClientPlaceTree
 from overlord.planner.planner import Planner
-from overlord.planner.saved import event_in, event_out, fingerprint_in, fingerprint_out, reports_in, reports_out
+from overlord.planner.saved import event_in, event_out, fingerprint_in, fingerprint_out, no_state, reports_in, reports_out
 from overlord.planner.schedule import bind
 from overlord.planner.schedulebase import has_state, learns
 from overlord.planner.spec import NewSource, PlannerSpec, SourceSpec, initial_state
@@ -42,7 +43,8 @@ from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.worker import TransformWorker
 
 STATE_VERSION = 1
-OTHER_STATE = "this is no state of this version of Overlord"
+OTHER_STATE = "resume it with the version of Overlord that saved it"
+SAVE_ONE = "give what state_dict() returned, or a file that `overlord run --save` wrote"
 READ_AHEAD = 2  # steps, where everything is in one process
 
 
@@ -276,16 +278,18 @@ class Blueprint:
 
     def restore(self, saved: Mapping[str, Any], allow: tuple[str, ...] = ()) -> StreamState:
         """A state from its JSON form, after checking that it belongs to this job."""
-        if not isinstance(saved, Mapping) or saved.get("version") != STATE_VERSION or "cursors" not in saved:
-            found = saved.get("version") if isinstance(saved, Mapping) else type(saved).__name__
+        if problem := no_state(saved):
             wrapped = isinstance(saved, Mapping) and "stream" in saved
-            remedy = "it is one of a Dataset or StatefulLoader: load it there, or json.loads its 'stream'" if wrapped else OTHER_STATE
-            raise StateMismatch({"version": (str(found), str(STATE_VERSION))}, remedy)
+            remedy = "it is one of a Dataset or StatefulLoader: load it there, or json.loads its 'stream'" if wrapped else SAVE_ONE
+            raise StateMismatch({}, remedy, problem)
+        if saved["version"] != STATE_VERSION:
+            raise StateMismatch({"version": (str(saved["version"]), str(STATE_VERSION))}, OTHER_STATE, "the state has another form")
         try:
             self._check_fingerprint(saved, allow)
             state = self._state_of(saved)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
-            raise StateMismatch({"form": ("damaged", f"{type(e).__name__}: {e}")}, "save and load what state_dict() gave, unchanged") from e
+            damage = {"form": ("damaged", f"{type(e).__name__}: {e}")}
+            raise StateMismatch(damage, "save and load what state_dict() gave, unchanged", "the state is damaged") from e
         if self.job.batch.tokens is not None and any(map(len, state.ahead)):
             remedy = "go on with a batch in samples and look_ahead=1 until a state has no 'ahead', and change the batch there"
             raise StateMismatch({"ahead": ("samples that were passed over", "a batch in tokens, which takes none but the first")}, remedy)
@@ -295,9 +299,7 @@ class Blueprint:
             except Exception as e:
                 if {"mixture", "schedule"} & set(allow):  # another mixture is meant, and begins to learn
                     return replace(state, schedule=None)
-                raise StateMismatch(
-                    {"schedule": ("what it had learned", f"{type(e).__name__}: {e}")}, "pass allow=('schedule',) to let it begin anew"
-                ) from e
+                raise StateMismatch({"schedule": ("what it had learned", told(e))}, "pass allow=('schedule',) to let it begin anew") from e
         return state
 
     def _state_of(self, saved: Mapping[str, Any]) -> StreamState:
@@ -338,11 +340,15 @@ class Blueprint:
             return
         if "batch" in differ:
             differ["batch"] = batch_in_words(*differ["batch"], self.job)
-        remedy = f"pass allow=({', '.join(repr(p) for p in sorted(differ))},); the stream then goes on, but is not the one that was saved"
+        parts = f"({', '.join(repr(p) for p in sorted(differ))},)" if len(differ) <= MOST else "tuple(error.differences)"
+        remedy = f"pass allow={parts}; the stream then goes on, but is not the one that was saved"
+        problem = "the state belongs to another job"
+        if saved["job"] != self.job.name:
+            problem += f", {saved['job']!r}; this is {self.job.name!r}"
         if absent:
             known = f"a state holds no code: list what was added in mid-run ({', '.join(absent)}) last in Job.sources"
-            raise StateMismatch(differ, f"{known}; or, to go on without, {remedy}")
-        raise StateMismatch(differ, f"if this is meant, {remedy}")
+            raise StateMismatch(differ, f"{known}; or, to go on without, {remedy}", problem)
+        raise StateMismatch(differ, f"if this is meant, {remedy}", problem)
 
 
 def batch_in_words(saved: str, found: str, job: Job) -> tuple[str, str]:

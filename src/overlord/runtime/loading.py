@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from overlord.calls import told
 from overlord.errors import OverlordError, SourceError
 from overlord.loader.buffer import Shelf
 from overlord.loader.loader import Loader
@@ -325,5 +326,5 @@ class Loading:
 def as_exception(error: BaseException, source: str = "") -> Exception:
     if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which would look like the end of the data
         return error
-    what = f"{type(error).__name__}: {error}"
+    what = told(error)
     return SourceError(source, what, remedy="a transform must not end the program") if source else OverlordError(what)

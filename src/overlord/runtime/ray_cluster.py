@@ -26,6 +26,7 @@ from typing import Any
 from overlord.allocators import system_pool
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.extras import pip_install
+from overlord.importpath import FirstHere
 from overlord.job import did_you_mean
 from overlord.runtime.machine import NODE
 from overlord.runtime.options import n_cores
@@ -291,6 +292,8 @@ class Cluster:
     def _begin(self, address: str | None) -> None:
         self._set(SETTINGS)
         settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "overlord"}
+        settings["job_config"] = config = ray.job_config.JobConfig()
+        config._py_driver_sys_path = FirstHere()
         try:
             refused = is_refused()
             self._set({MODE: "token"})

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from overlord.errors import JobError
+from overlord.importpath import as_setting
 
 log = logging.getLogger("overlord")
 
@@ -105,10 +106,10 @@ def asks_for_token(address: str) -> bool:
     """Whether a head that this program is connected to lets in only who shows one. Asked by another process: what a process shows is one
     setting for all it says, also to who is asked at the same time. Where that fails it is taken for one that asks, with a warning."""
     settings = {key: value for key, value in os.environ.items() if key not in TOKENS} | {MODE: "disabled"}
-    settings["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    settings["PYTHONPATH"] = as_setting()
     code = "import sys; from overlord.runtime.ray_cluster import _lets_in; print('open' if _lets_in(sys.argv[1], False) else 'closed')"
     try:
-        said = subprocess.run([sys.executable, "-c", code, address], env=settings, capture_output=True, text=True, timeout=PROBE_S)
+        said = subprocess.run([sys.executable, "-P", "-c", code, address], env=settings, capture_output=True, text=True, timeout=PROBE_S)
         answer, why = said.stdout.strip(), said.stderr.strip().rpartition("\n")[2]
     except (OSError, subprocess.SubprocessError) as fault:
         answer, why = "", str(fault)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ import numpy as np
 from overlord.channel.server import Server, dial
 from overlord.constructor.encoding import PixelForm
 from overlord.errors import OverlordError
-from overlord.job import Batch, Job
+from overlord.importpath import as_setting
+from overlord.job import Batch, Job, Source
 from overlord.messages import Cursor, Evaluate, Evaluated, Opening, Read, Refill
 from overlord.placetree import ClientPlaceTree
 from overlord.runtime.bootstrap import Blueprint, open_loader
@@ -34,6 +35,7 @@ PROBE_ROWS = 16  # of every source that become samples
 PROBE_TRIES = 64  # pieces of work, where filters drop most rows
 SOURCES = 24  # that the dummy jobs open, at most
 STEPS, SAMPLES = 12, 64  # of the job, small
+IMAGE_TOKENS, FEWEST = 4096, 4  # of a step with images: pixels of 64 large ones take minutes to decode
 LINKS = 48
 PINGS, MESSAGES, CHUNK, CHUNKS = 200, 1000, 2**22, 24
 ID_BYTES = 4  # of a token as it is built for other processes, at most
@@ -80,10 +82,10 @@ def measured(blueprint: Blueprint, kept: Path, *, again: bool, progress: Progres
     progress("dummy jobs", 0, 4)
     made = _colocated(blueprint)
     progress("dummy jobs", 1, 4)
-    few, many = min(2, n), min(SOURCES, n)
-    hosts = _hosts(blueprint.job, few)
+    few, many, samples = min(2, n), min(SOURCES, n), samples_of(blueprint.job, probes)
+    hosts = _hosts(blueprint.job, few, samples)
     progress("dummy jobs", 2, 4)
-    made |= _sloped(hosts, _hosts(blueprint.job, many) if many > few else hosts, few, many)
+    made |= _sloped(hosts, _hosts(blueprint.job, many, samples) if many > few else hosts, few, many)
     progress("dummy jobs", 3, 4)
     made |= _links()
     progress("dummy jobs", 4, 4)
@@ -160,8 +162,8 @@ class _Child:
 
     def __init__(self, **told: Any):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "overlord.simulation.dummyjob"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            [sys.executable, "-P", "-m", "overlord.simulation.dummyjob"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": as_setting()},
         )  # fmt: skip
         self._limit = threading.Timer(CHILD_S, self._process.kill)
         self._limit.start()
@@ -206,16 +208,38 @@ def _colocated(blueprint: Blueprint) -> dict[str, float]:
     return {"worker_bytes": max(0, first), "opened_bytes": max(0.0, slope)}
 
 
-def _hosts(job: Job, n: int) -> dict[str, float]:
+def samples_of(job: Job, probes: Sequence[Probe]) -> int:
+    """Samples of a step of a dummy job: fewer where they have images, by the tokens of a sample."""
+    if PixelForm.of(job.sources) is None:
+        return SAMPLES
+    return max(FEWEST, min(SAMPLES, int(IMAGE_TOKENS / max(probe.tokens for probe in probes))))
+
+
+def chosen(job: Job, n: int) -> tuple[Source, ...]:
+    """Return n sources of a job in its order, the drawn ones first. Sources with images keep their share, at least one."""
+    ranked = sorted(job.sources, key=lambda source: not _weight(job, source))
+    pictures = [s.name for s in ranked if PixelForm.of([s]) is not None]
+    others = [s.name for s in ranked if s.name not in pictures]
+    k = min(len(pictures), max(n - len(others), round(n * len(pictures) / len(ranked)), 1))
+    names = {*pictures[:k], *others[: n - k]}
+    return tuple(s for s in job.sources if s.name in names)
+
+
+def _weight(job: Job, source: Source) -> float:
+    return float(job.mixture.get(source.name, 0.0) if isinstance(job.mixture, dict) else source.weight)
+
+
+def _hosts(job: Job, n: int, samples: int) -> dict[str, float]:
     """The job small, in processes: n sources in one loader host, one rank."""
     from overlord.runtime.launch import launch
 
-    names = {s.name for s in job.sources[:n]}
+    sources = chosen(job, n)
+    names = {s.name for s in sources}
     mixture = {k: v for k, v in job.mixture.items() if k in names} if isinstance(job.mixture, dict) else None
     strategy = job.strategy if PixelForm.of(job.sources) is not None else "packed"  # images must be placed too
     small = replace(
-        job, sources=job.sources[:n], place=ClientPlaceTree(), mixture=mixture, journal=None, until="all", look_ahead=1, overflow="grow",
-        batch=Batch(samples=SAMPLES, context=job.batch.context), hooks=(), strategy=strategy,
+        job, sources=sources, place=ClientPlaceTree(), mixture=mixture, journal=None, until="all", look_ahead=1, overflow="grow",
+        batch=Batch(samples=samples, context=job.batch.context), hooks=(), strategy=strategy,
     )  # fmt: skip
     with launch(small, runtime="process", hosts=1, sources_per_host=n, constructor_hosts=1, prefetch=2, read_ahead=2) as session:
         served = session.serve(ranks=[0])

@@ -82,22 +82,37 @@ Progress = Callable[[str, int, int], None]
 def constants_of(blueprint: Blueprint, *, again: bool, progress: Progress) -> tuple[Measured, Path]:
     """Measured on this machine for these files, and where they are kept."""
     # Not the batch or the place: constants are of sources and of the machine.
-    mark = digest(*(f"{i.source} {i.nbytes} {len(i.chunks)} {len(i.files)}" for i in blueprint.indexes), *map(str, blueprint.job.names))
+    files = (f"{i.source} {i.nbytes} {len(i.chunks)} {len(i.files)}" for i in blueprint.indexes)
+    mark = digest(*files, *map(str, blueprint.job.names), *(pipeline.fingerprint for pipeline in blueprint.pipelines))
     kept = Path(blueprint.options.cache_dir or default_cache_dir()) / f"fleet-{mark[:24]}.json"
     return measured(blueprint, kept, again=again, progress=progress), kept
 
 
+def refuse(job: Job, asked: Asked) -> None:
+    """Raise what a launch at one of these sizes would raise: before anything is measured."""
+    for gpus in asked.gpus:
+        fleet = _mesh(job, asked, gpus)
+        try:
+            replace(job, place=ClientPlaceTree(pp=fleet.pp, dp=fleet.dp, cp=fleet.cp, tp=fleet.tp), journal=None)
+        except JobError as fault:
+            mesh = f"simulate, {gpus} GPUs with cp {fleet.cp}, pp {fleet.pp}, tp {fleet.tp}"
+            raise JobError(fault.problems, mesh) from fault
+
+
 def fleet_of(job: Job, asked: Asked, gpus: int, constants: Constants, constructors: bool) -> Fleet:
     """Loader hosts are as many as reading takes, and not fewer than sources ask for."""
+    made = replace(_mesh(job, asked, gpus), constructors=constructors)
+    samples = asked.batch or max(1, round(_samples(job, constants) * made.dp / job.place.dp))
+    hosts = asked.hosts or max(1, math.ceil(samples * constants.read_s / asked.pace_s / THREADS / BUSY))
+    return replace(made, batch=samples, hosts=hosts)
+
+
+def _mesh(job: Job, asked: Asked, gpus: int) -> Fleet:
     try:
-        made = Fleet(
+        return Fleet(
             gpus=gpus, tp=asked.tp, cp=asked.cp, pp=asked.pp, gpus_per_node=asked.gpus_per_node, sources=len(job.sources),
-            workers=asked.workers, constructors=constructors, sources_per_host=asked.sources_per_host,
-            broadcast=asked.broadcast,
+            workers=asked.workers, sources_per_host=asked.sources_per_host, broadcast=asked.broadcast,
         )  # fmt: skip
-        samples = asked.batch or max(1, round(_samples(job, constants) * made.dp / job.place.dp))
-        hosts = asked.hosts or max(1, math.ceil(samples * constants.read_s / asked.pace_s / THREADS / BUSY))
-        return replace(made, batch=samples, hosts=hosts)
     except ValueError as problem:
         raise JobError([str(problem)], "simulate") from None
 
@@ -121,6 +136,7 @@ def simulated(
     clock: Callable[[], float] = time.thread_time, cache_dir: Path | None = None,
 ) -> tuple[Measured, Path, list[Cell]]:  # fmt: skip
     """Every size, with and without constructors as asked."""
+    refuse(job, asked)
     endless = tuple(replace(source, epochs=None) for source in job.sources)  # a large fleet is through with a small corpus at once
     blueprint = Blueprint(replace(job, journal=None, sources=endless), Options(cache_dir=cache_dir))
     try:

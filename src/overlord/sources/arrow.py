@@ -24,6 +24,7 @@ from overlord.sources.base import (
     ReadOptions,
     check_refused,
     is_fault,
+    lacks_columns,
     make_chunks,
     no_rows_chunk,
 )
@@ -44,12 +45,9 @@ class Arrow:
     indexed = True
 
     def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
-        known = list(self.schema(files, file, options) or ())
+        known = self.schema(files, file, options) or {}
         if missing := [c for c in options.columns or () if c not in known]:
-            raise BadFile(
-                f"wanted the column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}, found {', '.join(known) or 'none'}",
-                "name a column that every file has, or write the file again",
-            )
+            raise lacks_columns(missing, known)
         check_refused(known, options)
         with ExitStack() as stack:
             found = next(b for b in _batches(_open(files, file, stack), files, file, options) if isinstance(b, str) or b.num_rows)

@@ -6,7 +6,7 @@ reads one chunk front to back in slices of raw rows. Nothing here knows of seeds
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,6 +29,33 @@ class BadFile(ValueError):
 
     def __str__(self) -> str:
         return self.problem
+
+
+TEXTS = ("text", "content", "raw_content", "body", "txt")  # names that columns of text often have, the usual ones first
+
+
+def text_columns(schema: Mapping[str, str]) -> list[str]:
+    """Columns that may hold text: by their type, those of the usual names first."""
+    flat = {name: kind for name, kind in schema.items() if "<" not in kind and not name.startswith("__")}
+    found = [name for name, kind in flat.items() if "string" in kind or ("binary" in kind and name in TEXTS)]
+    return sorted(found, key=lambda name: TEXTS.index(name) if name in TEXTS else len(TEXTS))
+
+
+def lacks_columns(missing: Sequence[str], schema: Mapping[str, str]) -> BadFile:
+    """Return what to raise for a file without columns that transforms name."""
+    wanted = f"wanted the column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}"
+    remedy = tokenize_it(missing, schema) or "name a column that every file has, or write the file again"
+    return BadFile(f"{wanted}, found {', '.join(schema) or 'none'}", remedy)
+
+
+def tokenize_it(missing: Sequence[str], schema: Mapping[str, str]) -> str:
+    """Suggest Tokenize where token ids are missing and there is text; else nothing."""
+    if "tokens" not in missing or not (texts := text_columns(schema)):
+        return ""
+    return (
+        f"if {texts[0]!r} holds text, tokenize it: ov.Tokenize('tokenizer.json', text={texts[0]!r}), in a job file "
+        f"{{tokenize: {{tokenizer: tokenizer.json, text: {texts[0]}}}}}; token ids of another column: Tokens(column)"
+    )
 
 
 class Unreachable(OSError):

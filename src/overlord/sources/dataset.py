@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from overlord.calls import told
 from overlord.errors import JobError
 from overlord.hashing import digest
 from overlord.sources import columns as cols
@@ -149,7 +150,7 @@ def _rows(factory: Factory, shard: int) -> Iterator[Any]:
             yield row if isinstance(row, Mapping) else f"wanted a dict, found {type(row).__name__}"
             n += 1
     except Exception as error:
-        problem = f"the factory raised at row {n} of shard {shard}: {type(error).__name__}: {error}"
+        problem = f"the factory raised at row {n} of shard {shard}: {told(error)}"
         raise BadFile(problem, "catch it in the factory, row by row") from error
 
 
@@ -158,7 +159,7 @@ def _item(dataset: Any, k: int) -> Any:
     try:
         row = dataset[k]
     except Exception as error:
-        return f"the dataset raised {type(error).__name__}: {error}"
+        return f"the dataset raised {told(error)}"
     return row if isinstance(row, Mapping) else f"wanted a dict, found {type(row).__name__}"
 
 

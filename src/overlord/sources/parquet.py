@@ -13,7 +13,7 @@ Two ways to read a row group, chosen by its size alone so that every machine rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from overlord.sources.base import (
     ReadOptions,
     check_refused,
     is_fault,
+    lacks_columns,
     make_chunks,
     no_rows_chunk,
     short_read,
@@ -93,7 +94,7 @@ class Parquet:
         return make_chunks(out)
 
     def schema(self, files: Files, file: File, options: ReadOptions) -> dict[str, str] | None:
-        return {f.name: str(f.type) for f in _footer(files, file).metadata.schema.to_arrow_schema()}
+        return _types(_footer(files, file).metadata)
 
     def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
         nbytes, rows = int(chunks.nbytes[i]), max(1, int(chunks.rows[i]))
@@ -211,8 +212,8 @@ def _footer(files: Files, file: File) -> _Footer:
     return _kept(file, _parsed(data), None if files.local else _laid_out(data))
 
 
-def _looked_at(files: Files, file: File) -> tuple[list[str], Layout]:
-    """Names of the columns and the layout of a file, both checked against each other."""
+def _looked_at(files: Files, file: File) -> tuple[dict[str, str], Layout]:
+    """Names and types of the columns, and the layout of a file, both checked against each other."""
     data = _footer_bytes(files, file)
     metadata, layout = _parsed(data), _laid_out(data)
     theirs = (metadata.num_rows, metadata.num_row_groups, metadata.num_columns)
@@ -220,7 +221,12 @@ def _looked_at(files: Files, file: File) -> tuple[list[str], Layout]:
         problem = "the footer can be read in two ways: {} rows, {} row groups and {} columns, or {}, {} and {}"
         raise BadFile(problem.format(*theirs, *ours), _REMEDY)
     _kept(file, metadata, None if files.local else layout)
-    return metadata.schema.to_arrow_schema().names, layout
+    return _types(metadata), layout
+
+
+def _types(metadata: Any) -> dict[str, str]:
+    """Return the type of every column by name."""
+    return {field.name: str(field.type) for field in metadata.schema.to_arrow_schema()}
 
 
 def _kept(file: File, metadata: Any, layout: Layout | None) -> _Footer:
@@ -279,15 +285,12 @@ def forget_footers(files: Iterable[File]) -> None:
     _FOOTERS.clear(mine.__contains__)
 
 
-def _column_ids(known: Sequence[str], layout: Layout, options: ReadOptions) -> list[int] | None:
+def _column_ids(known: Mapping[str, str], layout: Layout, options: ReadOptions) -> list[int] | None:
     """Leaf columns under the needed ones; names that the file lacks are a BadFile that lists what it has."""
     if options.columns is None:
         return None
     if missing := [c for c in options.columns if c not in known]:
-        raise BadFile(
-            f"wanted the column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}, found {', '.join(known) or 'none'}",
-            "name a column that every file has, or write the file again",
-        )
+        raise lacks_columns(missing, known)
     wanted = set(options.columns)
     return [j for j, leaf in enumerate(layout.leaves) if leaf in wanted]
 

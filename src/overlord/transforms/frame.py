@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from overlord.calls import where_raised
 from overlord.sources.views import arrow_of
 from overlord.transforms.base import Transform
 from overlord.transforms.columns import Bad, plain, to_columns, to_rows
@@ -123,4 +124,4 @@ def _rows(table: pa.Table) -> Iterator[Any]:
 
 def said(fault: BaseException) -> str:
     text = f"{type(fault).__name__}: {fault}" if str(fault) else type(fault).__name__
-    return text if len(text) <= 200 else text[:197] + "..."
+    return (text if len(text) <= 200 else text[:197] + "...") + where_raised(fault)

@@ -51,8 +51,8 @@ from overlord.transforms.columns import (
 from overlord.transforms.frame import Frame, join_rows, run_each, run_whole, said
 from overlord.transforms.imagerows import CHANCE, ITEM, SeenImages, add_items, check_images, find_images, run_images
 from overlord.transforms.images import META, Images
-from overlord.transforms.losses import check_map, refused_columns
 from overlord.transforms.long import cut_rows, lost_tokens, too_long
+from overlord.transforms.losses import check_map, refused_columns
 from overlord.transforms.text import Encoder, Tokenize, build_encoder, same_content
 
 IDS = "tokens"  # the column that holds the ids, whatever it was called in the file

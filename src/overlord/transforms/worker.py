@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from overlord import forking
+from overlord.calls import where_raised
 from overlord.errors import ActorLost, DataStall, TransformError
 from overlord.forking import UNGUARDED, how_it_ended
 from overlord.sample import Column, Items, Ragged
@@ -252,7 +253,7 @@ def _work(pipeline: Pipeline, call: Call, rows: np.ndarray | None, table: pa.Tab
     except TransformError as fault:
         return Reply(error=["TransformError", fault.source, fault.transform, fault.problem, fault.remedy]), []
     except Exception as fault:
-        return Reply(error=[type(fault).__name__, str(fault)]), []
+        return Reply(error=[type(fault).__name__, f"{fault}{where_raised(fault)}"]), []
     arrays = {"index": block.index, "part": block.part, "values": block.tokens.values, "offsets": block.tokens.offsets}
     arrays |= {"long": block.long, "lost": block.lost}
     arrays |= {f"meta.{name}": c.values if isinstance(c, Ragged) else c for name, c in block.meta.items()}

@@ -1,0 +1,66 @@
+"""Where modules are looked for, here and in processes that Overlord starts. The working directory is not such a place unless asked for.
+
+This module is the first that the package imports, and needs only modules that Python has loaded by then.
+"""
+
+import os
+import sys
+from collections.abc import Iterable
+
+SAVED = "OVERLORD_SAVED_SETTINGS"  # what the settings below were, for the process that they are for
+SETTINGS = ("PYTHONPATH", "PYTHONSAFEPATH")
+
+
+def _leave_working_directory() -> None:
+    """Under ``python -m overlord``, take the working directory off the front of the path, where Python has put it.
+
+    The package itself may come from there: then the directory stays, last, for the processes that import it.
+    """
+    if getattr(sys, "argv", [])[:1] != ["-m"] or sys.flags.safe_path:  # Python looks for `overlord`; else another program imports it
+        return
+    first = sys.path.pop(0)
+    if os.path.realpath(first) == os.path.dirname(os.path.dirname(os.path.realpath(__file__))):
+        sys.path.append(first)
+
+
+def entries() -> list[str]:
+    """The path of this process. An empty entry stands for the working directory, as in an interactive Python."""
+    return [path or os.getcwd() for path in sys.path]
+
+
+def as_setting() -> str:
+    """The path of this process as PYTHONPATH, for a process that is started with ``-P``."""
+    return os.pathsep.join(path for path in entries() if os.pathsep not in path)
+
+
+def settings() -> dict[str, str]:
+    """The environment of an interpreter that is started with ``-c`` and must not look in its working directory first."""
+    before = "\n".join(f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ)
+    return {"PYTHONPATH": as_setting(), "PYTHONSAFEPATH": "1", SAVED: before}
+
+
+def restore_settings() -> None:
+    """In the process that was started with ``settings()``: give its children the environment that the program had."""
+    saved = os.environ.pop(SAVED, None)
+    if saved is None:
+        return
+    for name in SETTINGS:
+        os.environ.pop(name, None)
+    for line in filter(None, saved.split("\n")):
+        name, _, value = line.partition("=")
+        os.environ[name] = value
+
+
+class FirstHere(list[str]):
+    """A search path for workers that takes only the directory that is first in this process.
+
+    Ray puts what it is given first in its workers, and gives them the working directory. All other entries of this process come last
+    there, with the actor.
+    """
+
+    def extend(self, paths: Iterable[str]) -> None:
+        first = os.path.realpath(entries()[0]) if sys.path else None
+        super().extend(path for path in paths if os.path.realpath(path) == first)
+
+
+_leave_working_directory()
