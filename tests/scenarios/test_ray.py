@@ -398,8 +398,12 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
         assert Path(words[1]).read_text().endswith("its last words\n")
         assert there.line().startswith("overlord://127.0.0.3:"), "unless it was said"
         assert there.line() == "[]", "what waited for an actor is ended here, also where Ray stands still"
-        [warned, last], same = eval(there.line().replace(" True", ", True"))
+        [warned, *exposed, last], same = eval(there.line().replace(" True", ", True"))
         assert warned.startswith("the cluster is used without token authentication: whoever reaches its ports can run code in it")
+        assert [line.partition(",")[0] for line in exposed] in (
+            [],
+            ["every account of this machine can replace the sockets and logs of its Ray"],
+        )
         assert last == "crashes said last:\n  its last words"
         assert same, "the environment is as it was"
         said = there.line()

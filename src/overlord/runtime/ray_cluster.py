@@ -38,6 +38,7 @@ from overlord.runtime.ray_reach import (
     MODE,
     Unwelcome,
     asks_for_token,
+    check_folder,
     check_joined,
     check_own_refused,
     check_token,
@@ -299,7 +300,7 @@ class Cluster:
                 self._folder = Folder()
                 self._set({} if token_named() else {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
                 settings |= {"num_cpus": n_cores(), "include_dashboard": False, "object_store_memory": STORE_BYTES}
-                settings |= {"_temp_dir": str(self._folder.path)}
+                settings |= {"_temp_dir": str(self._folder.for_ray)}
             else:
                 reach(address)
                 _as_it_is_now()
@@ -386,6 +387,11 @@ def _wake_own() -> None:
 def _socket_of_node() -> str:
     """Of the Ray of this node, to which this process is connected."""
     return str(ray_worker._global_node.raylet_socket_name) if ray_worker._global_node else ""
+
+
+def warn_if_exposed() -> None:
+    """Warn where other accounts of this machine can replace the sockets of the Ray that this process uses."""
+    check_folder(_socket_of_node())
 
 
 def kill(actor: Any) -> None:
@@ -567,7 +573,7 @@ def _refuse_another(address: str | None, now: str, why: str) -> None:
 
 
 def _cannot(address: str | None, fault: Exception) -> str:
-    words = str(fault) if isinstance(fault, Unwelcome) else f"{type(fault).__name__}: {str(fault)[:500]}"
+    words = str(fault) if isinstance(fault, (Unwelcome, OverlordError)) else f"{type(fault).__name__}: {str(fault)[:500]}"
     if address is None:
         return f"runtime: 'ray' could not start a cluster of this machine: {words}"
     if isinstance(fault, Unwelcome):
