@@ -428,7 +428,7 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
 NODES = """
     import os, subprocess, sys, time
     from tests import rays
-    on_disk = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": os.path.abspath("gcs")}
+    on_disk = rays.on_disk(os.path.abspath("gcs"))
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE, **on_disk))
     import overlord as ov
     from overlord.runtime import ray_cluster, ray_head, ray_jobs
@@ -523,9 +523,11 @@ NODES = """
                     got[rank].append(written(next(client)))
 
         take(5)
-        cluster.head_node.kill_gcs_server()
+        if on_disk:
+            cluster.head_node.kill_gcs_server()
         os.kill(pids["loader-host/0"], 9)
-        cluster.head_node.start_gcs_server()  # it finds its state on its disk
+        if on_disk:
+            cluster.head_node.start_gcs_server()  # it finds its state on its disk
         take(10)
         print([r["part"] for r in session.metrics()["recoveries"]], flush=True)
         pids, ray_head.PATIENCE_S = hosts_of(session), 2.0

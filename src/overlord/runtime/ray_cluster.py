@@ -48,11 +48,14 @@ from overlord.runtime.ray_reach import (
     token_named,
     warn,
 )
+from overlord.runtime.ray_versions import check_version
 from overlord.runtime.ray_words import Words
 
 try:
     with environment_kept():
         import ray
+
+        check_version(str(ray.__version__))  # before what other versions may not have
         from ray import exceptions
         from ray._private import ray_constants
         from ray._private import state as ray_state
@@ -80,8 +83,12 @@ KEPT = "overlord-jobs"  # the namespace of jobs that live on by themselves
 ALIVE = 0  # of a node, as the head has it
 NOBODYS = "00" * 27 + "01"  # the id of no cluster
 # Ray's own settings, where nobody has said otherwise. Workers beside a busy trainer starve at Ray's niceness of 15. A driver that has lost
-# its cluster's head ends the whole program after a minute: a trainer must not die of that.
-SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
+# its cluster's head ends the whole program after a minute: a trainer must not die of that. Up to 2.55 Ray hides GPUs from actors that ask
+# for none, and warns at every start that later versions do not; the last setting makes all versions alike.
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}  # fmt: skip
 _prints = ray_worker.print_to_stdstream
 
 
