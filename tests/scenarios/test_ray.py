@@ -154,6 +154,18 @@ def test_whoever_could_not_let_go_of_the_cluster_since_ray_hung_is_counted_when_
     cluster.CLUSTER.release()
 
 
+def test_who_asks_for_the_nodes_of_a_cluster_that_was_left_does_not_start_another(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray does that for every call of its own; the placement of hosts is reviewed in a thread that may be late."""
+    from overlord.runtime import ray_cluster as cluster
+
+    known = cluster.CLUSTER.nodes()
+    monkeypatch.setattr(cluster.CLUSTER, "_holders", 0)
+    monkeypatch.setattr(cluster, "_living_nodes", lambda: pytest.fail("Ray was asked"))
+    assert cluster.CLUSTER.nodes() == known != []
+
+
 # a cluster of one's own
 
 OWN = """

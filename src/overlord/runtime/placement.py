@@ -1,6 +1,6 @@
 """Where the hosts of a job are on the nodes of a cluster: chosen when they start, reviewed while they run.
 
-What is decided is in ``placing.py``, purely; here are the figures of the nodes, the hosts placed so far, and the clock.
+``placing.py`` decides, purely. This file holds the figures of the nodes, the hosts placed so far, and the clock.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Placement:
         return list(wanted)
 
     def figures(self) -> dict[str, Any]:
-        """Return the nodes with ranks that run more hosts of this job than ``sidecar`` allows; empty where there is no cluster."""
+        """Return the nodes with ranks that run more hosts of this job than ``sidecar`` allows; empty without a cluster."""
         now, share = time.monotonic(), self._layout().share
         with self._lock:
             if not self._placed:

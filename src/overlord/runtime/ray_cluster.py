@@ -272,8 +272,17 @@ class Cluster:
     def nodes(self) -> list[Node]:
         """Those that live, and what they have left; while the head is away, those that lived before."""
         if self._head.answers() or (not self._nodes and self._head.wait()):
-            self._nodes = [self._with_idle(node) for node in _living_nodes()]
+            self._look_at_nodes()
         return self._nodes
+
+    def _look_at_nodes(self) -> None:
+        """Under the lock: Ray starts a cluster for who asks when it is gone. Those known before do where somebody else has the lock."""
+        if self._lock.acquire(timeout=PING_S if self._nodes else HOLD_S):
+            try:
+                if self._holders > len(self._owed):
+                    self._nodes = [self._with_idle(node) for node in _living_nodes()]
+            finally:
+                self._lock.release()
 
     def _with_idle(self, node: Node) -> Node:
         """What processes have that wait for an actor is there for the next one."""

@@ -1,7 +1,7 @@
 """The part of ``ProcessHost`` that changes how many hosts read a source, or replaces hosts by others on another node.
 
-New hosts are started beside the pump, follow the loaders they are to have until they hold what those hold, and take over between two
-steps. A host without loaders is ended once nobody needs what it sent.
+New hosts start in threads, follow the loaders they are to have until they hold what those hold, and take over between two steps. A host
+without loaders is ended once nobody needs what it sent.
 
 Nothing is thrown away by it: loaders that stay, and those that were followed, go on from what they hold (``Loading.stand``).
 """
