@@ -7,7 +7,7 @@ export PYTHONPATH := src
 export OVERLORD_CACHE ?= $(CURDIR)/build/cache
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters, each of which would compile every module again
 
-.PHONY: demo test lint types unit laws ray bench soak package clean
+.PHONY: demo test lint types unit laws ray ray-versions bench soak package clean
 
 # make demo RUNTIME=ray runs it on a Ray cluster of this machine.
 RUNTIME ?= local
@@ -43,6 +43,11 @@ ON_RAY += process_clients process_faults process_hostile serving rejoin scaling 
 ON_RAY += ray_places planner_last_words planner_answers journal_launches vanished
 ray: $(VENV)/.test
 	OVERLORD_TEST_RUNTIME=ray $(BIN)/python -m pytest $(ON_RAY:%=tests/scenarios/test_%.py)
+
+# Every supported version of Ray, each in an environment of its own, one after another; the table of docs/ray.md is written anew. Ten minutes and
+# 700 MB of disk a version. make ray-versions VERSIONS="2.59.0 2.60.0" tests these alone.
+ray-versions: $(VENV)/.test
+	PYTHONPATH=src:. $(BIN)/python -m tests.rayversions $(VERSIONS)
 
 # Simulated clusters with faults, by the thousand: make soak SEEDS=100000. It takes hours; with KEEP=file one that was stopped goes on.
 SEEDS ?= 10000

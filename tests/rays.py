@@ -41,6 +41,17 @@ def by_make_ray(why: str, lacking: str = "", seconds: int = 300) -> list[pytest.
     ]
 
 
+def on_disk(folder: str) -> dict[str, str]:
+    """Settings of a head that keeps its state in a folder, so that it can come back; none where Ray cannot do that yet."""
+    from importlib.metadata import version
+
+    from overlord.runtime.ray_versions import minor
+
+    if minor(version("ray")) < (2, 57):
+        return {}
+    return {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": folder}
+
+
 def of_a_cluster(**more: str) -> dict[str, str]:
     """The environment of a program that makes a cluster by Ray's own utility; before it imports Ray."""
     plain = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}

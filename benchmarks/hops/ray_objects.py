@@ -32,7 +32,7 @@ class RayObjects(OneProcess):
         self._ray = ray
         ray.init(
             address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
-            object_store_memory=STORE_BYTES, _temp_dir=self._folder.name,
+            object_store_memory=STORE_BYTES, _temp_dir=f"{self._folder.name}/r",  # Ray opens its folder to all: the one above stays ours
         )  # fmt: skip
         self._producer, self._consumer = ray.remote(Producer).remote(), ray.remote(Consumer).remote()
 

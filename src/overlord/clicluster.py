@@ -52,7 +52,7 @@ def status(address: str | None, whose: str | None, debug: bool) -> None:
             console.print(table)
             if crowded := [part["name"] for part in job.parts if part["name"] != "planner" and not part["asked"].get("cores")]:
                 console.print(f"  {without_cores(crowded)}", markup=False)
-            for line in job.scaling:
+            for line in (*job.placement, *job.scaling):
                 console.print(f"  {line}", markup=False, soft_wrap=True)
         if not found:
             console.print("no job was submitted to this cluster, or all were stopped")

@@ -150,3 +150,76 @@ def test_stand_bys_are_on_another_node_which_takes_over_when_the_first_is_lost(t
         assert there.line() == "True", "to the byte"
         assert set(eval(there.line())) == {True}, "nothing was read again"
         assert there.end(60)[0] == 0
+
+
+CROWDED = """
+    import os
+    from tests import rays
+    os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
+    import overlord as ov
+    from overlord.runtime import ray_cluster, ray_jobs
+    from tests.processes import launch, play, run, until
+    from tests.scenarios.test_process import job
+
+    def where(session):
+        names = {n.id: n.name for n in ray_cluster.CLUSTER.nodes()}
+        return {a["name"]: names.get(a.get("node"), "none") for a in session.metrics()["actors"] if a["role"] in ("host", "planner")}
+
+    def readers(session):
+        actors = session.metrics()["actors"]
+        reads = {a["pid"] for a in actors if a["role"] == "loader"}
+        return sorted(a["name"] for a in actors if a["role"] == "host" and a["pid"] in reads)
+
+    def exceeded(session):
+        return [(row["node"], row["hosts"], row["allowed"]) for row in session.metrics()["placement"]["exceeded"]]
+
+    def is_exceeded(session):
+        try:
+            return exceeded(session)
+        except ov.DataStall:  # the planner is being started again
+            return False
+
+    def main():
+        from ray.cluster_utils import Cluster
+        small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "node_name": "head", **small})
+        cluster.add_node(node_name="gpu-0", num_cpus=4, **small)
+        lost = cluster.add_node(node_name="cpu-0", num_cpus=6, **small)
+        made, calm = job(until=60, journal=os.path.abspath("journal")), run(job(until=60), "local")
+        asked = {"rank_nodes": ["gpu-0"] * 2, "loaders": {made.names[0]: 3}, "sources_per_host": 1, "hosts": 5}
+        with launch(made, "ray", address=cluster.address, **asked) as session:
+            print(where(session), exceeded(session), flush=True)
+
+            def lose(session):
+                cluster.remove_node(lost, allow_graceful=False)
+                until(lambda: is_exceeded(session))
+                print(where(session), exceeded(session), flush=True)
+
+            def join(session):
+                cluster.add_node(node_name="cpu-1", num_cpus=6, **small)
+                until(lambda: sum(int(name.rpartition("/")[2]) >= 10_000 for name in readers(session)) == 4)
+
+            def settled(session):
+                until(lambda: not exceeded(session))
+                print(where(session), exceeded(session), flush=True)
+
+            print(play(session, act={7: lose, 14: join, 50: settled}) == calm, flush=True)
+        cluster.shutdown()
+"""
+
+
+def test_a_share_that_is_exceeded_since_a_node_was_lost_is_reported_and_hosts_move_to_the_node_that_joins(tmp_path: Path) -> None:
+    with program(tmp_path, CROWDED) as there:
+        before, exceeded = eval(there.line().replace("} [", "}, ["))
+        assert exceeded == []
+        assert sorted(name.partition("/")[0] for name, node in before.items() if node == "gpu-0") == ["constructor-host", "loader-host"]
+        assert {node for name, node in before.items() if node != "gpu-0"} == {"cpu-0"}, "the planner, too"
+        after, exceeded = eval(there.line().replace("} [", "}, ["))
+        assert {node for name, node in after.items() if name != "planner"} == {"gpu-0"}, "a job does not die for a share"
+        assert after["planner"] == "head", "it asks for nothing, and no ranks are there"
+        assert exceeded == [("gpu-0", 6, 2)]
+        settled, exceeded = eval(there.line().replace("} [", "}, ["))
+        assert exceeded == []
+        assert sorted(settled.values()) == ["cpu-1"] * 4 + ["gpu-0"] * 2 + ["head"]
+        assert there.line() == "True", "to the byte"
+        assert there.end(60)[0] == 0

@@ -118,6 +118,54 @@ def test_a_planner_that_is_killed_takes_over_hosts_that_were_added(alone: Played
         assert found == alone
 
 
+def readers(session: ov.Session) -> set[str]:
+    """The hosts that have loaders."""
+    pids = {a["pid"] for a in session.metrics()["actors"] if a["role"] == "loader"}
+    return {name for name, pid in hosts_of(session).items() if pid in pids}
+
+
+def relocate(session: ov.Session, *hosts: int) -> bool:
+    """As a review of the nodes does, when one with room joins."""
+    engine: Any = session._host
+    if hasattr(engine, "_parts"):
+        return bool(engine._parts.ask("relocate", list(hosts)))
+    return bool(session._pump.ask(lambda: engine.relocate(hosts), "the planner"))
+
+
+@pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
+def test_a_host_is_replaced_by_another_with_all_its_sources_and_the_stream_is_the_same(
+    alone: Played, journal: bool, tmp_path: Path
+) -> None:
+    made = job(journal=str(tmp_path / "journal")) if journal else job()
+
+    def replace_it(session: ov.Session) -> None:
+        assert relocate(session, 0, 7), "of these, one is there"
+        assert not relocate(session, 0), "one change at a time"
+        until(lambda: readers(session) == {FIRST_SCALED})
+        assert session.metrics()["recoveries"] == []
+
+    def replaced(session: ov.Session) -> None:
+        until(lambda: {name for name in hosts_of(session) if name.startswith("loader")} == {FIRST_SCALED})
+        session.add_source(source("late", 60, 5000), at=39)
+        assert "loader-host/1" in hosts_of(session), "those that join have numbers of their own"
+
+    with launch(made, **ONE) as session:
+        found = play(session, act={6: replace_it, 20: replaced, 30: lambda s: s.kill(FIRST_SCALED)})
+        assert [row["part"] for row in session.metrics()["recoveries"]] == [FIRST_SCALED]
+    assert {rank: steps[:39] for rank, steps in found.steps.items()} == {rank: steps[:39] for rank, steps in alone.steps.items()}
+
+
+@pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
+@pytest.mark.parametrize("dies", ["the old one", "the new one"])
+def test_a_host_that_is_killed_while_it_is_replaced_changes_nothing(alone: Played, journal: bool, dies: str, tmp_path: Path) -> None:
+    def replace_it(session: ov.Session) -> None:
+        assert relocate(session, 0)
+        session.kill("loader-host/0") if dies == "the old one" else kill_scaled(session)
+
+    with launch(job(journal=str(tmp_path / "journal")) if journal else job(), **ONE) as session:
+        assert play(session, act={8: replace_it}) == alone
+
+
 HURRIED = {
     "cores": 3, "interval_s": 0.02, "patience": 1, "idle_patience": 2, "cool_down_s": 0.05, "low": 0.05, "target": 0.06, "high": 0.07,
 }  # fmt: skip

@@ -19,8 +19,11 @@ from overlord.runtime.placing import (
     cores_for_loading,
     has_label,
     labels_wanted,
+    moves,
     problems,
+    surplus,
     without_job,
+    without_ranks,
 )
 from overlord.runtime.ray_place import Place, no_room
 
@@ -172,6 +175,98 @@ def test_a_node_that_others_filled_since_has_no_room_and_what_the_job_holds_itse
     assert choose("loader-host/2", [found], Layout(), placed, 100) == Spot(node="n"), "it asks for nothing"
     told_late = Node(id="n", idle_cores=8, idle_memory=1000, resources={"disk": 2}, idle_resources={"disk": 2})
     assert at_most(without_job(told_late, ours), first) == first, "what was asked for a moment ago is not seen yet"
+
+
+# nodes that are lost, and nodes that join
+
+TRAINER = Node(id="t", name="gpu-0", idle_cores=4)
+OTHER = Node(id="c", name="cpu-0", idle_cores=8)
+ONE_TRAINER = Layout(rank_nodes=("gpu-0",), ranks_of=((0,),), share=0.5)
+SEVEN = ["constructor-host/0", *(f"loader-host/{i}" for i in range(7))]
+
+
+def after_loss(names: list[str], nodes: list[Node], left: list[Node], layout: Layout) -> dict[str, Spot]:
+    """Where hosts are when nodes were lost, and those that were there have been started again on what is left."""
+    placed = all_spots(names, nodes, layout)
+    for name in names:
+        placed[name] = again(placed[name], left) or choose(name, left, layout, placed)
+    return placed
+
+
+def test_a_share_that_is_exceeded_after_a_loss_is_found_and_hosts_go_to_the_node_that_joins() -> None:
+    placed = after_loss(SEVEN, [TRAINER, OTHER], [TRAINER], ONE_TRAINER)
+    assert {spot.node for spot in placed.values()} == {"t"}, "a job does not die for a share"
+    [found] = surplus([TRAINER], ONE_TRAINER, placed, {})
+    assert (found.node.name, found.hosts, found.allowed, len(found.leave)) == ("gpu-0", 8, 2, 6)
+    assert moves([TRAINER], ONE_TRAINER, placed, {}) == {}, "nothing else has room"
+    joined = Node(id="n", name="cpu-1", idle_cores=8)
+    wanted = moves([TRAINER, joined], ONE_TRAINER, placed, {})
+    assert wanted == {f"loader-host/{i}": Spot(node="n", cores=1.0) for i in range(1, 7)}, "all but the share, with cores of their own"
+    assert surplus([TRAINER, joined], ONE_TRAINER, placed | wanted, {}) == []
+
+
+def test_as_many_hosts_move_as_the_node_that_joins_has_room_for() -> None:
+    placed = after_loss(SEVEN, [TRAINER, OTHER], [TRAINER], ONE_TRAINER)
+    nodes = [TRAINER, Node(id="n", name="cpu-1", idle_cores=2, idle_memory=250)]
+    assert list(moves(nodes, ONE_TRAINER, placed, {})) == ["loader-host/6", "loader-host/5"]
+    assert list(moves(nodes, ONE_TRAINER, placed, dict.fromkeys(SEVEN, 200))) == ["loader-host/6"], "its memory counts too"
+
+
+def test_hosts_leave_a_node_whose_memory_they_exceed() -> None:
+    placed = {f"loader-host/{i}": Spot(node="n") for i in range(3)}
+    full = Node(id="n", idle_cores=8, idle_memory=250)
+    [found] = surplus([full], Layout(), placed, dict.fromkeys(placed, 100))
+    assert found.leave == ("loader-host/2",)
+    assert list(moves([full, OTHER], Layout(), placed, dict.fromkeys(placed, 100))) == ["loader-host/2"]
+
+
+def test_hosts_that_were_given_cores_stay_though_trainers_took_the_rest_since() -> None:
+    placed = {f"loader-host/{i}": Spot(node="t", cores=1.0) for i in range(2)}
+    assert surplus([Node(id="t", name="gpu-0", idle_cores=2)], ONE_TRAINER, placed, {}) == []
+
+
+def test_a_host_that_got_no_core_when_it_was_started_again_stays_where_there_is_room_for_it() -> None:
+    assert surplus([TRAINER], ONE_TRAINER, {"constructor-host/0": Spot(node="t", cores=1.0), "loader-host/0": Spot(node="t")}, {}) == []
+
+
+def test_constructors_alone_never_exceed_a_share() -> None:
+    small = Node(id="t", name="gpu-0", idle_cores=1)
+    assert surplus([small], ONE_TRAINER, {"constructor-host/0": Spot(node="t")}, {}) == []
+    [found] = surplus([small], ONE_TRAINER, {"constructor-host/0": Spot(node="t"), "loader-host/0": Spot(node="t")}, {})
+    assert found.leave == ("loader-host/0",)
+
+
+def test_hosts_that_crowd_nodes_without_ranks_go_to_one_that_joins_and_labels_hold_there_too() -> None:
+    old, new = Node(id="a", idle_cores=2, labels={"pool": "data"}), Node(id="b", idle_cores=8, labels={"pool": "data"})
+    layout = Layout(labels={"pool": "data"})
+    placed = all_spots([f"loader-host/{i}" for i in range(4)], [old], layout)
+    assert set(moves([old, new], layout, placed, {})) == {"loader-host/2", "loader-host/3"}
+    assert moves([old, OTHER], layout, placed, {}) == {}, "it has another label"
+    reserved = Layout(labels={"pool": "data"}, reserve=True)
+    assert moves([old], reserved, placed, {}) == {}, "a node that is not there yet is no reason to move"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 16), st.booleans()), min_size=1, max_size=5), st.integers(1, 24), st.floats(0, 1), st.integers(0, 16)
+)
+def test_hosts_move_once_and_no_node_is_exceeded_while_there_is_room(
+    cores: list[tuple[int, bool]], n: int, share: float, joins: int
+) -> None:
+    nodes = [Node(id=f"n{i}", idle_cores=c) for i, (c, _) in enumerate(cores)]
+    layout = Layout(rank_nodes=tuple(f"n{i}" for i, (_, ranks) in enumerate(cores) if ranks), share=share)
+    placed = all_spots([f"loader-host/{i}" for i in range(n)], nodes, layout)
+    nodes.append(Node(id="new", idle_cores=joins))
+    wanted = moves(nodes, layout, placed, {})
+    assert all(placed[host].node != spot.node and spot.cores for host, spot in wanted.items())
+    after = placed | wanted
+    assert moves(nodes, layout, after, {}) == {}, "nothing moves twice"
+    if surplus(nodes, layout, after, {}):
+        assert sum(spot.node == "new" for spot in after.values()) == joins, "the new one is full"
+
+
+def test_the_planner_goes_to_a_node_without_ranks() -> None:
+    assert without_ranks([TRAINER, OTHER, Node(id="h", name="head")], ONE_TRAINER) == OTHER
+    assert without_ranks([TRAINER], ONE_TRAINER) is None, "then any will do"
 
 
 # labels and resources

@@ -54,6 +54,7 @@ def test_what_was_decided_is_shown_with_step_and_reason_and_who_cannot_keep_up_w
     scaling = tuple(f"{what}: {words}" for what, words in scaling_facts(told))
     job = Status(
         name="demo", state="running", address="tcp://here", steps=90, taken=85, clients=2, scaling=scaling,
+        placement=("sidecar=0.5 exceeded: node gpu-1 runs 2 hosts of this job where 1 are allowed",),
         parts=(
             {"name": "planner", "node": "gpu-0", "asked": {}, "pid": 7, "state": "running"},
             {"name": "loader-host/0", "node": "gpu-1", "asked": {"cores": 1, "memory": 2.0**27, "scratch": 2}, "pid": 8, "state": "new"},
@@ -69,6 +70,7 @@ def test_what_was_decided_is_shown_with_step_and_reason_and_who_cannot_keep_up_w
     assert ["loader-host/0", "gpu-1", "1", "128", "2", "8", "new"] in [line.split() for line in lines], "cores, memory, scratch"
     why = "since no node had any to spare that they may use (on nodes with ranks sidecar= says how many)"
     assert f"without cores of their own, {why}: loader-host/1" in lines
+    assert "sidecar=0.5 exceeded: node gpu-1 runs 2 hosts of this job where 1 are allowed" in lines
     assert "cannot keep up: scenes has 1 loaders of the 4 that it would take: 62 samples a second of 95 ms" in lines
 
 

@@ -14,7 +14,7 @@ import overlord as ov
 from overlord.channel.address import is_loopback
 from overlord.errors import JobError, OverlordError
 from overlord.observe.running import PLAIN_EVERY_S, of_this_machine, save_state, say_resumed
-from overlord.observe.tables import scaling_facts
+from overlord.observe.tables import placement_facts, scaling_facts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +62,8 @@ def serve_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
             finish = session._host.planner.finished
             err.print("all clients have left" if finish is None else f"the job has ended: {finish.step} steps in all", soft_wrap=True)
             with suppress(OverlordError):  # a planner that is gone says nothing any more
-                for what, words in scaling_facts(session.metrics()["scaling"]):
+                metrics = session.metrics()
+                for what, words in scaling_facts(metrics["scaling"]) + placement_facts(metrics["placement"]):
                     err.print(f"{what}: {words}", soft_wrap=True, markup=False)
         finally:
             if wanted.save is not None:

@@ -88,7 +88,7 @@ def run_view(job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Seq
         ("wait", f"{meter.wait_ms:.1f} ms/step after a first of {meter.first_wait_s * 1e3:,.0f} ms; no trainer computes in between"),
         ("memory", f"{size(peak)} (PSS of all processes); held now: " + ", ".join(f"{k} {size(v)}" for k, v in memory.items())),
     ]  # fmt: skip
-    facts += scaling_facts(metrics.get("scaling", {}))
+    facts += scaling_facts(metrics.get("scaling", {})) + placement_facts(metrics.get("placement", {}))
     parts: list[RenderableType] = [grid(head, rows), Text(""), _facts(facts)]
     if quarantine:
         parts += [Text(""), Text("quarantined rows, the last ones:"), *(Text(_refused(q)) for q in quarantine[-REASONS:])]
@@ -106,6 +106,12 @@ def scaling_facts(scaling: Mapping[str, Any]) -> list[tuple[str, str]]:
     lacks = "{has} {what} of the {needs} that it would take: {reason}"
     short = scaling.get("cannot_keep_up", {}).items()
     return told + [("cannot keep up", f"{name} has {lacks.format_map(s)}") for name, s in short]
+
+
+def placement_facts(placement: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the nodes with ranks that run more hosts than ``sidecar`` allows; nothing where there is none."""
+    words = "node {node} runs {hosts} hosts of this job where {allowed} are allowed, for {for_s:.0f} s; they move when another has room"
+    return [(f"sidecar={placement['sidecar']:g} exceeded", words.format_map(row)) for row in placement.get("exceeded", ())]
 
 
 def _refused(row: Mapping[str, Any]) -> str:

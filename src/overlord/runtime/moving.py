@@ -28,8 +28,8 @@ class Joining(Recovering):
 
     def prepare_source(self, blueprint: Blueprint) -> int:
         """A host of its own for a source that joins: code crosses only when a process starts. Returns its number."""
-        # A number is used once: one that was dropped counts as lost.
-        i, h = len(blueprint.job.sources) - 1, max(h for h in self._kits if h < SCALED) + 1
+        # A number is used once: one that was dropped counts as lost. All hosts of the launch may have been replaced since.
+        i, h = len(blueprint.job.sources) - 1, max([self.hosting.n_hosts - 1, *(h for h in self._kits if h < SCALED)]) + 1
         before, self.blueprint = self.blueprint, blueprint.with_loaders((*self.hosting.loaders, blueprint.loaders_of(i)), SIDE_BY_SIDE)
         try:
             self._start_loader_host(h, [i], self.blueprint.openings(i, Cursor()), joined=False)

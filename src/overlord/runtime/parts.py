@@ -25,6 +25,7 @@ from overlord.runtime.front import Hands
 from overlord.runtime.machine import Machine
 from overlord.runtime.partitioning import hosting_of
 from overlord.runtime.peers import fault_of
+from overlord.runtime.placement import watch
 from overlord.runtime.plankit import PlannerKit
 from overlord.runtime.planneractor import WRITTEN, PlannerActor
 from overlord.runtime.starting import Recipes, constructors_of, read_ahead_of, scales, settings_of
@@ -84,6 +85,7 @@ class Parts:
         self._over: Exception | None = None
         self._work, self._news = Hands(1, "parts"), Hands(1, "planner-news")  # what is told may wait for locks; what is asked for must not
         self._stop, self._ending = threading.Event(), Ending()
+        self._stop_reviews: Callable[[], None] = lambda: None
         self._starts = Starts(self.control, blueprint.options.lost_after_s)
 
     # the planner
@@ -94,6 +96,7 @@ class Parts:
         self._start_planner()
         self._is_ready()
         threading.Thread(target=self._beats, name="overlord-planner-beats", daemon=True).start()
+        self._stop_reviews = watch(self.recipes.placement, self._machine, self.control, lambda hosts: self.tell("relocate", hosts))
 
     def _start_planner(self) -> int:
         """Behind which step it begins."""
@@ -107,7 +110,7 @@ class Parts:
                 reports=tuple(self.reports.values()), machine=self._machine, launch=self._launch,
             )  # fmt: skip
             self._tickets, self._takes_part = {}, frozenset(kit.attached)
-            planner = self.planner = self.control.spawn(PlannerActor, kit, name=PLANNER)
+            planner = self.planner = self.control.spawn(PlannerActor, kit, name=PLANNER, **self.recipes.placement.planner())
         self.control.on_death(planner, self._planner_died)
         self._starts.watch(planner)
         self._where: tuple[str, str] = self.control.get(self.control.call(planner, "where"), BOOT_S)
@@ -336,9 +339,9 @@ class Parts:
         match event:
             case ("constructor", int(ticket), int(c)):
                 self._start(planner, ticket, lambda: self.recipes.constructor(c))
-            case ("loader-host", int(ticket), int(h), list(sources), list(openings), dict(constructors)):
+            case ("loader-host", int(ticket), int(h), list(sources), list(openings), dict(constructors), instead_of):
                 self.kits.setdefault(h, tuple(sources))  # one that is new: a planner that comes later takes it over
-                self._start(planner, ticket, lambda: self.recipes.loader_host(h, sources, openings, constructors))
+                self._start(planner, ticket, lambda: self.recipes.loader_host(h, sources, openings, constructors, instead_of))
             case ("hosting", list(host_of)):  # here, and not where others hear: hosts that are not named any more may end next
                 with self._lock:  # of sources that join, ``joined`` tells
                     self.hosting = replace(self.hosting, host_of=tuple(host_of[: sum(self.hosting.loaders)]))
@@ -461,6 +464,7 @@ class Parts:
             self._closed = True
             self._lock.notify_all()
         self._stop.set()
+        self._stop_reviews()
         self._ending.go(lambda: [self._let_planner_leave, lambda: self.control.shutdown(LEAVE_S), self._work.close, self._news.close])
 
     def _let_planner_leave(self) -> None:

@@ -145,6 +145,63 @@ def again(spot: Spot, nodes: Sequence[Node]) -> Spot | None:
     return spot if spot.fits(node) else Spot(node=spot.node)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surplus:
+    """Loader hosts that a node has no room for, in the order in which they are to leave it."""
+
+    node: Node
+    hosts: int  # of the job on that node
+    allowed: int
+    has_ranks: bool
+    leave: tuple[str, ...]
+
+
+def surplus(nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: Mapping[str, int]) -> list[Surplus]:
+    """Return the nodes that run more hosts than their share allows, those with ranks first.
+
+    ``nodes`` are as they would be without the job; ``memory`` is what each host needs. Hosts that were given a core keep it, also where
+    others have taken cores since. Constructor hosts never leave the ranks they serve.
+    """
+    found = []
+    for node in nodes:
+        ranks = any(node.is_called(rank_node) for rank_node in layout.rank_nodes)
+        share = layout.share if ranks else 1.0
+        there = [host for host, spot in placed.items() if spot.node == node.id]
+        allowed = max(int(node.idle_cores * share), sum(host.startswith(CONSTRUCTOR) for host in there))
+        without = sorted((host for host in there if host.startswith(LOADER) and not placed[host].cores), key=_number, reverse=True)
+        held, leave = sum(memory.get(host, 0) for host in there), list[str]()
+        for host in without:
+            if len(there) - len(leave) <= allowed and held <= node.idle_memory * share:
+                break
+            leave.append(host)
+            held -= memory.get(host, 0)
+        if leave:
+            found.append(Surplus(node=node, hosts=len(there), allowed=allowed, has_ranks=ranks, leave=tuple(leave)))
+    return sorted(found, key=lambda s: (not s.has_ranks, s.node.id))
+
+
+def moves(nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: Mapping[str, int]) -> dict[str, Spot]:
+    """Return the loader hosts that are to move to nodes with room, as those that joined: off nodes that run more than they may."""
+    found, now = dict[str, Spot](), dict(placed)
+    for crowded in surplus(nodes, layout, placed, memory):
+        for host in crowded.leave:
+            spot = choose(host, nodes, layout, now, memory.get(host, 0))
+            if spot.cores and spot.node not in ("", crowded.node.id):  # else there is no room for it anywhere
+                found[host] = now[host] = spot
+    return found
+
+
+def _number(host: str) -> int:
+    return int(host.rpartition("/")[2])
+
+
+def without_ranks(nodes: Sequence[Node], layout: Layout) -> Node | None:
+    """Return the node without ranks that is best for the planner, which asks for nothing; None where all nodes have ranks."""
+    others = [n for n in nodes if not any(n.is_called(rank_node) for rank_node in layout.rank_nodes)]
+    suited = [n for n in others if layout.suits(n)] or others
+    return max(suited, key=lambda n: (n.idle_cores, n.id), default=None)
+
+
 def labels_wanted(nodes: Sequence[Node], layout: Layout) -> dict[str, str]:
     """Of a machine that the cluster is to find: none with ranks, whose share is used up."""
     trainers = sorted(n.id for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes))

@@ -435,7 +435,7 @@ class PlannedEngine:
         figures: dict[str, Any] = self._parts.ask("figures")
         for what, n in self._parts.written_before().items():
             figures["journal"][what] = figures["journal"].get(what, 0) + n
-        return figures | {"recoveries": list(self.recoveries)}
+        return figures | {"recoveries": list(self.recoveries), "placement": self._parts.recipes.placement.figures()}
 
     def kill(self, name: str) -> None:
         """For drills: the real thing."""

@@ -316,6 +316,9 @@ class PlannerActor:
     def spread(self, source: int, n: int) -> Future[bool]:
         return self._in_pump(lambda: self._host.spread(source, n))
 
+    def relocate(self, hosts: list[int]) -> Future[bool]:
+        return self._in_pump(lambda: self._host.relocate(hosts))
+
     # what people ask
 
     def waiting_for(self, rank: int) -> str | Future[str]:

@@ -48,9 +48,11 @@ class Asking:
         self._say("constructor", ticket, c)
         return handle
 
-    def loader_host(self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str]) -> Handle:
+    def loader_host(
+        self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str], instead_of: int | None = None
+    ) -> Handle:
         handle, ticket = self._peers.expect(f"loader-host/{h}")
-        self._say("loader-host", ticket, h, sorted(sources), list(openings), dict(constructors))
+        self._say("loader-host", ticket, h, sorted(sources), list(openings), dict(constructors), instead_of)
         return handle
 
     def end(self, h: int, handle: Handle) -> None:

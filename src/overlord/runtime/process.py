@@ -47,6 +47,7 @@ from overlord.runtime.inside import InsideBox
 from overlord.runtime.local import Pump
 from overlord.runtime.machine import Machine
 from overlord.runtime.partitioning import hosting_of
+from overlord.runtime.placement import watch
 from overlord.runtime.recovering import START_S
 from overlord.runtime.scaling import Scaling
 from overlord.runtime.sendable import sendable
@@ -102,6 +103,7 @@ class ProcessHost(Scaling):
         self._boxes: list[RemoteInbox] = []  # of clients in this process
         self._moves: dict[int, int] = {}  # loader -> the host it is to be opened on
         self._closed = False
+        self._stop_reviews: Callable[[], None] = lambda: None
         self._loaders: dict[int, Remote] = {}
         self._constructors: dict[int, Remote] = {}
         self._addresses: dict[int, str] = {}
@@ -111,9 +113,22 @@ class ProcessHost(Scaling):
             self._spawn()
             self._watch_all()
             self._start_scaling()
+            if isinstance(self._starter, Recipes):  # else they are reviewed where the hosts are started
+                self._stop_reviews = watch(self._starter.placement, self._machine, control, self._relocate_later)
         except BaseException:
             self.close()
             raise
+
+    def _relocate_later(self, hosts: Sequence[int]) -> None:
+        def act() -> None:
+            if not self._closed:
+                self.relocate(hosts)
+
+        self._pump.post(act)
+
+    def figures(self) -> dict[str, Any]:
+        placement = self._starter.placement.figures() if isinstance(self._starter, Recipes) else {}
+        return super().figures() | {"placement": placement}
 
     # starting
 
@@ -401,6 +416,7 @@ class ProcessHost(Scaling):
         self._closed = True
         self._close_past()
         self._stop_looking()
+        self._stop_reviews()
         self._control.shutdown(LEAVE_S)
 
     def check(self) -> None:

@@ -140,6 +140,7 @@ class Questions:
             "recoveries": figures.get("recoveries", []),
             "shadows": figures.get("shadows", []),
             "scaling": figures.get("scaling", {}),
+            "placement": figures.get("placement", {}),
             "journal": figures.get("journal") or self._host.journal.figures(),
         }
 

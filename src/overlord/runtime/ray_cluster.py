@@ -40,6 +40,7 @@ from overlord.runtime.ray_reach import (
     MODE,
     Unwelcome,
     asks_for_token,
+    check_folder,
     check_joined,
     check_own_refused,
     check_token,
@@ -49,11 +50,14 @@ from overlord.runtime.ray_reach import (
     token_named,
     warn,
 )
+from overlord.runtime.ray_versions import check_version
 from overlord.runtime.ray_words import Words
 
 try:
     with environment_kept():
         import ray
+
+        check_version(str(ray.__version__))  # before what other versions may not have
         from ray import exceptions
         from ray._private import ray_constants
         from ray._private import state as ray_state
@@ -81,8 +85,12 @@ KEPT = "overlord-jobs"  # the namespace of jobs that live on by themselves
 ALIVE = 0  # of a node, as the head has it
 NOBODYS = "00" * 27 + "01"  # the id of no cluster
 # Ray's own settings, where nobody has said otherwise. Workers beside a busy trainer starve at Ray's niceness of 15. A driver that has lost
-# its cluster's head ends the whole program after a minute: a trainer must not die of that.
-SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
+# its cluster's head ends the whole program after a minute: a trainer must not die of that. Up to 2.55 Ray hides GPUs from actors that ask
+# for none, and warns at every start that later versions do not; the last setting makes all versions alike.
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}  # fmt: skip
 _prints = ray_worker.print_to_stdstream
 
 
@@ -266,8 +274,17 @@ class Cluster:
     def nodes(self) -> list[Node]:
         """Those that live, and what they have left; while the head is away, those that lived before."""
         if self._head.answers() or (not self._nodes and self._head.wait()):
-            self._nodes = [self._with_idle(node) for node in _living_nodes()]
+            self._look_at_nodes()
         return self._nodes
+
+    def _look_at_nodes(self) -> None:
+        """Under the lock: Ray starts a cluster for who asks when it is gone. Those known before do where somebody else has the lock."""
+        if self._lock.acquire(timeout=PING_S if self._nodes else HOLD_S):
+            try:
+                if self._holders > len(self._owed):
+                    self._nodes = [self._with_idle(node) for node in _living_nodes()]
+            finally:
+                self._lock.release()
 
     def _with_idle(self, node: Node) -> Node:
         """What processes have that wait for an actor is there for the next one."""
@@ -303,7 +320,7 @@ class Cluster:
                 self._folder = Folder()
                 self._set({} if token_named() else {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
                 settings |= {"num_cpus": n_cores(), "include_dashboard": False, "object_store_memory": STORE_BYTES}
-                settings |= {"_temp_dir": str(self._folder.path)}
+                settings |= {"_temp_dir": str(self._folder.for_ray)}
             else:
                 reach(address)
                 _as_it_is_now()
@@ -390,6 +407,11 @@ def _wake_own() -> None:
 def _socket_of_node() -> str:
     """Of the Ray of this node, to which this process is connected."""
     return str(ray_worker._global_node.raylet_socket_name) if ray_worker._global_node else ""
+
+
+def warn_if_exposed() -> None:
+    """Warn where other accounts of this machine can replace the sockets of the Ray that this process uses."""
+    check_folder(_socket_of_node())
 
 
 def kill(actor: Any) -> None:
@@ -571,7 +593,7 @@ def _refuse_another(address: str | None, now: str, why: str) -> None:
 
 
 def _cannot(address: str | None, fault: Exception) -> str:
-    words = str(fault) if isinstance(fault, Unwelcome) else f"{type(fault).__name__}: {str(fault)[:500]}"
+    words = str(fault) if isinstance(fault, (Unwelcome, OverlordError)) else f"{type(fault).__name__}: {str(fault)[:500]}"
     if address is None:
         return f"runtime: 'ray' could not start a cluster of this machine: {words}"
     if isinstance(fault, Unwelcome):

@@ -27,7 +27,18 @@ from overlord.runtime.machine import Machine, Networked
 from overlord.runtime.peers import CUT_S, PeerRecord, Peers, after
 from overlord.runtime.placing import Node
 from overlord.runtime.ray_actor import Home, this_machine
-from overlord.runtime.ray_cluster import CLUSTER, Key, actor_of, end_process, has_no_process, here, kill, pickled, reason_of
+from overlord.runtime.ray_cluster import (
+    CLUSTER,
+    Key,
+    actor_of,
+    end_process,
+    has_no_process,
+    here,
+    kill,
+    pickled,
+    reason_of,
+    warn_if_exposed,
+)
 from overlord.runtime.ray_place import Place, no_room
 from overlord.runtime.ray_words import Words
 
@@ -64,6 +75,7 @@ class RayControl(Peers):
     def __init__(self, address: str | None = None, *, job: str = "overlord", ports: range | None = None):
         CLUSTER.hold(address)
         try:
+            warn_if_exposed()
             self.machine = Networked(ports) if CLUSTER.far else Machine(ports)  # of every host
             mine = Networked(ports, here()) if CLUSTER.far else self.machine
             super().__init__(end=self._end_by_name, cut=self._cut_off, machine=mine)

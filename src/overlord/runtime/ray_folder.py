@@ -5,19 +5,26 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import signal
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from overlord.runtime.private import REMEDY, NotPrivate, exposed, make_private, rename_private
+
+log = logging.getLogger("overlord")
+
 FOLDER = "ov-ray-"
 UNFINISHED = "ov-new-"  # a folder that has no lock yet
 LOCK = "lock"
-MAX_ROOT = 18  # letters: a socket's path has 107, and Ray puts 65 of its own behind the folder
+RAY = "r"  # inside the folder: Ray gives what it makes mode 0777, whatever the umask is
+MAX_ROOT = 16  # letters: a socket's path has 107, of which Ray's own part takes 65, the folder 24 and ``RAY`` 2
 MAKING_S = 3600.0  # far above what it takes to make a folder: who has not done so by then was killed
 
 
@@ -45,7 +52,7 @@ class Terminated:
 
 
 class Folder:
-    """A folder of its own for a cluster: nothing that another one left behind is found there.
+    """A folder of mode 0700 for one cluster: no other account reaches what Ray opens to all below it.
 
     Its owner holds a lock in it for as long as it lives: the kernel lets go of it when the process ends, however that ends. A number of a
     process would not do: containers that share the folder have numbers of their own.
@@ -54,13 +61,23 @@ class Folder:
     def __init__(self, root: Path | None = None):
         root = root or _root()
         remove_left(root)
-        made = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=root))
-        self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        made = make_private(root, UNFINISHED)
+        self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         with contextlib.suppress(OSError):  # where files cannot be locked, others cannot either, and leave it alone
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Others see the name only now that the lock is held: one that is being made is not taken for one that was left.
         self.path = root / f"{FOLDER}{os.getpid()}-{made.name.removeprefix(UNFINISHED)}"
-        made.rename(self.path)
+        try:
+            rename_private(made, self.path)
+        except BaseException:
+            shutil.rmtree(made, ignore_errors=True)
+            os.close(self._lock)
+            raise
+
+    @property
+    def for_ray(self) -> Path:
+        """Where Ray puts its sessions."""
+        return self.path / RAY
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -95,12 +112,21 @@ def _remove_unheld(old: Path) -> None:
 
 
 def _ours(old: Path) -> bool:
-    return not old.is_symlink() and old.is_dir() and old.stat().st_uid == os.getuid()
+    found = os.lstat(old)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _root() -> Path:
-    root = Path(tempfile.gettempdir())
-    return root if len(str(root)) <= MAX_ROOT else Path("/tmp")
+    """Return the folder of temporary files, or /tmp where that has too long a path or other accounts can change it."""
+    root, standard = Path(tempfile.gettempdir()), Path("/tmp")
+    why = exposed(root) if len(str(root)) <= MAX_ROOT else "too long"
+    if why and root != standard:
+        if why != "too long":
+            log.warning("%s is not used for the files of Ray, /tmp is: other accounts can change it, since %s", root, why)
+        root, why = standard, exposed(standard)
+    if why:
+        raise NotPrivate(f"{root}: expected a folder where other accounts cannot rename files of this one, got one where {why}; {REMEDY}")
+    return root
 
 
 @contextlib.contextmanager

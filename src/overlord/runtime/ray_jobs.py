@@ -46,6 +46,7 @@ class Status:
     clients: int
     parts: tuple[dict[str, Any], ...]  # name, node, what was asked of Ray (cores, memory, kinds of the cluster's own), pid, state
     scaling: tuple[str, ...] = ()  # what was decided lately, and who cannot keep up
+    placement: tuple[str, ...] = ()  # nodes with ranks that run more hosts than sidecar allows
 
 
 class Keeper:
@@ -125,7 +126,7 @@ class Keeper:
         }
         if session is None or self._state != RUNNING:
             return told | self._last
-        from overlord.observe.tables import scaling_facts
+        from overlord.observe.tables import placement_facts, scaling_facts
 
         figures = session.metrics()
         host: Any = session._host
@@ -141,6 +142,7 @@ class Keeper:
         return told | {
             "steps": figures["planned_steps"], "taken": session.taken, "clients": sum(seat.there for seat in seats), "parts": parts,
             "scaling": tuple(f"{what}: {words}" for what, words in scaling_facts(figures.get("scaling", {}))),
+            "placement": tuple(f"{what}: {words}" for what, words in placement_facts(figures.get("placement", {}))),
         }  # fmt: skip
 
     def stop(self) -> None:

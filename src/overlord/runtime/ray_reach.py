@@ -14,6 +14,7 @@ from pathlib import Path
 
 from overlord.errors import JobError
 from overlord.importpath import as_setting
+from overlord.runtime.private import exposed
 
 log = logging.getLogger("overlord")
 
@@ -70,6 +71,18 @@ def check_joined(nodes: Collection[tuple[str, str]], address: str) -> None:
     if nodes and not any(_of_this_machine(at) or Path(local).exists() for at, local in nodes):
         there = ", ".join(sorted({at for at, _ in nodes})[:8])
         raise Unwelcome(f"none of its nodes is on this machine (there are {there}): join it first, ray start --address={address}")
+
+
+_warned: set[str] = set()  # once for each in a process
+
+
+def check_folder(socket_path: str) -> None:
+    """Warn where every account of this machine can replace the socket of a node's Ray; ``ray start`` opens its folders to all."""
+    folder = str(Path(socket_path).parent)
+    if socket_path and folder not in _warned and (why := exposed(Path(folder), owners=False)):
+        _warned.add(folder)
+        remedy = "start Ray with --temp-dir=DIR/ray, where DIR has mode 0700 (Security in docs/ray.md)"
+        log.warning("every account of this machine can replace the sockets and logs of its Ray, since %s: %s", why, remedy)
 
 
 # authentication

@@ -1,5 +1,7 @@
-"""The part of ``ProcessHost`` that changes how many hosts read a source: hosts are started beside the pump, follow the loaders they are to
-have until they hold what those hold, and take over between two steps. A host without loaders is ended once nobody needs what it sent.
+"""The part of ``ProcessHost`` that changes how many hosts read a source, or replaces hosts by others on another node.
+
+New hosts start in threads, follow the loaders they are to have until they hold what those hold, and take over between two steps. A host
+without loaders is ended once nobody needs what it sent.
 
 Nothing is thrown away by it: loaders that stay, and those that were followed, go on from what they hold (``Loading.stand``).
 """
@@ -28,11 +30,13 @@ KEPT_CHANGES = 100
 
 @dataclass(slots=True, eq=False)
 class Change:
-    """A source on its way to other hosts."""
+    """A source on its way to other hosts, or hosts whose loaders go to new ones."""
 
-    source: int
-    hosts: list[int]  # that are to read it
+    what: str  # for people
+    hosts: list[int]  # that are to read
     starting: int  # of them, not there yet
+    source: int | None = None
+    instead: dict[int, int] = field(default_factory=dict)  # hosts that are replaced -> the new ones
     moves: dict[int, int] = field(default_factory=dict)  # loader -> the host that follows it, and will have it
 
 
@@ -69,17 +73,34 @@ class Spreading(Joining):
         if self._change is not None or n == len(now) or not self._living().issuperset(now) or self.planner.finished is not None:
             return False
         if n < len(now):
-            self._hand_over(Change(source, kept(now, n, self._others(source), lambda h: h < SCALED), 0))
+            self._hand_over(Change(name, kept(now, n, self._others(source), lambda h: h < SCALED), 0, source))
             return True
         hosts = list(dict.fromkeys([*now, *(h for h in on if h in self._living()), *self._idle_for(source)]))[:n]
         new = [self._next_scaled + k for k in range(n - len(hosts))]
         self._next_scaled += len(new)
-        change = self._change = Change(source, hosts + new, len(new))
+        change = self._change = Change(name, hosts + new, len(new), source)
         for h in new:
             self._kits[h] = frozenset([source])
             self._machine.thread(lambda h=h: self._start_scaled(change, h), f"overlord start loader-host/{h}")  # type: ignore[misc]
         if not new:
             self._hand_over(change)
+        return True
+
+    def relocate(self, hosts: Iterable[int]) -> bool:
+        """Replace loader hosts by new ones, which are placed anew, and follow their loaders before they take over.
+
+        Returns False where another change is under way, or none of the hosts is there. The stream stays.
+        """
+        old = [h for h in hosts if h in self._living() and self._loaders_on(h)]
+        if self._change is not None or not old or self.planner.finished is not None:
+            return False
+        instead = {h: self._next_scaled + k for k, h in enumerate(old)}
+        self._next_scaled += len(old)
+        what = f"what {', '.join(f'loader-host/{h}' for h in old)} had"
+        change = self._change = Change(what, list(instead.values()), len(old), instead=instead)
+        for was, h in instead.items():
+            self._kits[h] = self._kits[was]
+            self._machine.thread(lambda h=h, was=was: self._start_scaled(change, h, was), f"overlord start loader-host/{h}")  # type: ignore[misc]
         return True
 
     def _others(self, source: int) -> Counter[int]:
@@ -92,12 +113,12 @@ class Spreading(Joining):
 
     # new hosts
 
-    def _start_scaled(self, change: Change, h: int) -> None:
+    def _start_scaled(self, change: Change, h: int, instead_of: int | None = None) -> None:
         """Beside the pump."""
         remote: Remote | None = None
         try:
             linked = dict(self._addresses)
-            remote = self._watched(self._starter.loader_host(h, self._kits[h], (), linked), joined=False)
+            remote = self._watched(self._starter.loader_host(h, self._kits[h], (), linked, instead_of), joined=False)
             remote.linked = linked
             remote.node = self._answer(remote, "at")
         except Exception as fault:
@@ -113,7 +134,7 @@ class Spreading(Joining):
         if remote is not None:
             remote.lost = remote.lost or reason
             self._machine.thread(lambda: self._end_remote(h, remote), f"overlord end {remote.handle.name}")
-        log.warning("loader-host/%d could not be started: %s; %s is read as before", h, reason, self.blueprint.job.names[change.source])
+        log.warning("loader-host/%d could not be started: %s; %s is read as before", h, reason, change.what)
         self._kits.pop(h, None)
         change.hosts.remove(h)
         self._one_less(change)
@@ -138,13 +159,16 @@ class Spreading(Joining):
     def _hand_over(self, change: Change) -> None:
         """All hosts are there: those that are to have other loaders follow them. A loader that has a stand-by anyway is moved as it is."""
         self._change, living = change, self._living()
-        hosts = [h for h in change.hosts if h in living]
-        where = [self._cutter.host(loader) for loader in self._numbers(change.source)]
+        hosts, loaders = [h for h in change.hosts if h in living], self._loaders_in(change)
+        where = [self._cutter.host(loader) for loader in loaders]
         if not hosts or not living.issuperset(where) or self.planner.finished is not None:
             self._over()
             return
-        to = spread(where, hosts, self._others(change.source))
-        change.moves = {loader: h for loader, was, h in zip(self._numbers(change.source), where, to, strict=True) if h != was}
+        if change.source is None:
+            to: Sequence[int] = [new if (new := change.instead[h]) in hosts else h for h in where]
+        else:
+            to = spread(where, hosts, self._others(change.source))
+        change.moves = {loader: h for loader, was, h in zip(loaders, where, to, strict=True) if h != was}
         follow = {loader: h for loader, h in change.moves.items() if loader not in self._shadows.where}
         if not follow or not self.fails_over or self.planner.holds_over:
             self._switch(change)
@@ -153,7 +177,12 @@ class Spreading(Joining):
         for loader, h in follow.items():
             self._loaders[h].out += self._following(loader)
         self.run()
-        self._machine.thread(lambda: self._await(change, follow), f"overlord scale {self.blueprint.job.names[change.source]}")
+        self._machine.thread(lambda: self._await(change, follow), f"overlord scale {change.what}")
+
+    def _loaders_in(self, change: Change) -> list[int]:
+        if change.source is not None:
+            return list(self._numbers(change.source))
+        return [loader for h in change.instead for loader in self._loaders_on(h)]
 
     def _await(self, change: Change, follow: Mapping[int, int]) -> None:
         """Beside the pump: until who follows holds enough, or long enough."""
@@ -175,8 +204,8 @@ class Spreading(Joining):
         if self._closed or self._change is not change:
             return  # planning went back meanwhile, and took them along
         if blind:
-            name, hosts = self.blueprint.job.names[change.source], ", ".join(f"loader-host/{h}" for h in sorted(blind))
-            log.warning("%s cannot read %s, though others can; what was to go there stays where it is", hosts, name)
+            hosts = ", ".join(f"loader-host/{h}" for h in sorted(blind))
+            log.warning("%s cannot read %s, though others can; what was to go there stays where it is", hosts, change.what)
         living = self._living() - blind
         self._cutter.follow(self._shadows.where)
         moves = {loader: h for loader, h in change.moves.items() if h in living and self._cutter.host(loader) in living}
@@ -185,7 +214,9 @@ class Spreading(Joining):
                 self._loaders[h].out.append(("drop", loader))
         self._moves |= moves  # until the planner's word goes its way, which may wait for the journal
         self._over([self._cutter.host(loader) for loader in moves])
-        self.run(self.planner.handle(Reopen(change.source)) if moves else [])
+        for source in sorted({self._source(loader) for loader in moves}):
+            self.run(self.planner.handle(Reopen(source)))
+        self.run()
 
     def _settle_change(self, dead: Sequence[int]) -> None:
         """Planning goes back, and every loader is told where it stands: those who follow take over now, or never."""

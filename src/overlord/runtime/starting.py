@@ -4,12 +4,9 @@ process that launched the job, and whoever plans, there or elsewhere, asks for h
 from __future__ import annotations
 
 import itertools
-import math
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from threading import Lock
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -24,11 +21,11 @@ from overlord.runtime.hosting import Hosting
 from overlord.runtime.loaderhost import LoaderHost
 from overlord.runtime.machine import Machine
 from overlord.runtime.options import CORES_PER_CONSTRUCTOR, Options, n_cores, ring_bytes
-from overlord.runtime.placing import Layout, Node, Spot, again, at_most, choose, constructors_by_node, labels_wanted, without_job
+from overlord.runtime.placement import Placement
+from overlord.runtime.placing import Layout, constructors_by_node
 from overlord.runtime.sendable import sendable
 
 PROCESS_BYTES = 2**27  # of a host before it has read anything: Python, pyarrow and what a cluster puts beside them
-SETTLED_S = 5.0  # until what was asked of a cluster is missing from the figures of its nodes
 SIDE_BY_SIDE = 8  # steps, where several hosts read: they are not equally fast at every step
 
 
@@ -98,7 +95,9 @@ class Starter(Protocol):
     token: str
 
     def constructor(self, c: int) -> Handle: ...
-    def loader_host(self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str]) -> Handle: ...
+    def loader_host(
+        self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str], instead_of: int | None = None
+    ) -> Handle: ...  # instead_of: the host whose loaders it is to have
     def end(self, h: int, handle: Handle) -> None: ...  # a loader host that is not needed any more; it may wait
 
 
@@ -112,9 +111,7 @@ class Recipes:
         self._control, self._blueprint, self._settings = control, blueprint, settings
         self._constructor_of = np.asarray(constructor_of)
         self._born = itertools.count(1)
-        self._placed: dict[str, Spot] = {}  # hosts by name, on a cluster's nodes
-        self._nodes: dict[str, Node] = {}  # as they would be without this job, when its figures had last settled
-        self._last_start, self._placing = -math.inf, Lock()  # hosts are started by several threads
+        self.placement = Placement(control, lambda: layout_of(self._blueprint(), self._constructor_of.tolist()))
         self._kits: dict[int, SourceKit] = {}  # those that can be sent, once that is known
 
     def constructor(self, c: int) -> Handle:
@@ -123,41 +120,27 @@ class Recipes:
         buckets = {b: tuple(ranks[b]) for b in np.flatnonzero(self._constructor_of == c).tolist()}
         return self._control.spawn(
             ConstructorHost, c, self._settings, buckets, job.batch, job.document_multiple, hooks, blueprint.images,
-            name=f"constructor-host/{c}", **self._place(f"constructor-host/{c}", PROCESS_BYTES),
+            name=f"constructor-host/{c}", **self.placement.place(f"constructor-host/{c}", PROCESS_BYTES),
         )  # fmt: skip
 
-    def loader_host(self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str]) -> Handle:
+    def loader_host(
+        self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str], instead_of: int | None = None
+    ) -> Handle:
         job = self._blueprint().job
         kits = {i: self._kit(i) for i in sorted(sources)}
+        memory = self._memory_of(h if instead_of is None else instead_of)
         return self._control.spawn(
             LoaderHost, h, replace(self._settings, born=next(self._born)), kits, openings, constructors, of_kind(job.hooks, LOADER),
-            job.seed, name=f"loader-host/{h}", **self._place(f"loader-host/{h}", PROCESS_BYTES + sum(self.hosting.memory[h : h + 1])),
+            job.seed, name=f"loader-host/{h}", **self.placement.place(f"loader-host/{h}", memory),
         )  # fmt: skip
 
-    def end(self, h: int, handle: Handle) -> None:
-        with self._placing:
-            self._placed.pop(handle.name, None)
-        self._control.kill(handle)
+    def _memory_of(self, h: int) -> int:
+        known = self.placement.memory_of(f"loader-host/{h}")
+        return PROCESS_BYTES + sum(self.hosting.memory[h : h + 1]) if known is None else known
 
-    def _place(self, name: str, memory: int) -> dict[str, Any]:
-        """Where a host goes, on a cluster, and what is asked for it; one that is started again stays, if its node is there."""
-        nodes: list[Node] = getattr(self._control, "nodes", list)()
-        if not nodes:
-            return {}
-        layout = layout_of(self._blueprint(), self._constructor_of.tolist())
-        living: Collection[str] = getattr(self._control, "asked", dict)()
-        with self._placing:
-            if time.monotonic() - self._last_start > SETTLED_S:  # all that was asked for is in the figures of now
-                self._nodes = {}
-            ours = [spot for host, spot in self._placed.items() if host in living and host != name]
-            free = [without_job(n, [s for s in ours if s.node == n.id]) for n in nodes]
-            self._nodes = {n.id: self._nodes.get(n.id, n) for n in free}
-            before = self._placed.get(name)
-            if before is None or (spot := again(before, nodes)) is None:
-                spot = choose(name, [at_most(n, self._nodes[n.id]) for n in free], layout, self._placed, memory)
-            self._placed[name], self._last_start = spot, time.monotonic()
-        asked = {"cpus": spot.cores, "memory": float(spot.memory), **spot.resources}
-        return {"node": spot.node or labels_wanted(nodes, layout) or None, "resources": asked}
+    def end(self, h: int, handle: Handle) -> None:
+        self.placement.forget(handle.name)
+        self._control.kill(handle)
 
     def _kit(self, i: int) -> SourceKit:
         blueprint = self._blueprint()

@@ -45,9 +45,11 @@ class Living(Recipes):
 
     kits: dict[int, tuple[int, ...]]  # what loader hosts can open, for the planner that comes next
 
-    def loader_host(self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str]) -> Handle:
+    def loader_host(
+        self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str], instead_of: int | None = None
+    ) -> Handle:
         self.kits.setdefault(h, tuple(sources))
-        return super().loader_host(h, sources, openings, constructors)
+        return super().loader_host(h, sources, openings, constructors, instead_of)
 
     def end(self, h: int, handle: Handle) -> None:
         self.kits.pop(h, None)

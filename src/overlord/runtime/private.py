@@ -1,0 +1,97 @@
+"""Folders that no other account of this machine can enter, and paths that no other account can replace."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from overlord.errors import OverlordError
+
+OTHERS = 0o077  # permission bits of group and others
+WRITERS = 0o022  # of these, the write bits
+ALL_MAPPED = "0 0 4294967295"  # /proc/self/uid_map of a process that is in no user namespace
+REMEDY = "set TMPDIR to a short path on a local disk that only this account and root can change"
+
+
+class NotPrivate(OverlordError):
+    """A folder is open to other accounts; the message names the folder, the reason and the remedy."""
+
+
+def make_private(root: Path, prefix: str) -> Path:
+    """Create a folder of a new name with mode 0700 under ``root``, and verify its owner and mode."""
+    made = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+    try:
+        check_private(made)
+    except BaseException:
+        os.rmdir(made)
+        raise
+    return made
+
+
+def rename_private(made: Path, path: Path) -> None:
+    """Rename a private folder, and verify that ``path`` is that very folder afterwards."""
+    before = os.lstat(made)
+    try:
+        os.rename(made, path)
+    except OSError as fault:
+        raise NotPrivate(f"{path}: expected a free name, got {_found(path)} ({fault.strerror}); remove it, or {REMEDY}") from fault
+    after = os.lstat(path)
+    if (after.st_dev, after.st_ino) != (before.st_dev, before.st_ino):
+        raise NotPrivate(f"{path}: expected the folder that was just renamed, got {_found(path)}; {REMEDY}")
+    check_private(path)
+
+
+def check_private(path: Path) -> None:
+    """Raise ``NotPrivate`` unless ``path`` is a folder of this account, and no symlink, that no other account can enter."""
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & OTHERS:
+        raise NotPrivate(f"{path}: expected a folder of account {os.geteuid()} with mode 0700, got {_found(path)}; {REMEDY}")
+
+
+def exposed(path: Path, *, owners: bool = True) -> str:
+    """Return why another account can replace ``path`` or a folder above it; empty when none can.
+
+    ``owners=False`` accepts folders of any owner and looks at their modes alone. A folder that others cannot enter hides all below it.
+    """
+    trusted = trusted_owners() if owners else None
+    written, real = Path(os.path.abspath(path)), Path(os.path.realpath(path))  # a symlink is as safe as where it lies and where it leads
+    return _first_open(written, trusted) or (_first_open(real, trusted) if real != written else "")
+
+
+def _first_open(path: Path, trusted: set[int] | None) -> str:
+    """Look at the folders from the root of the disk down to ``path``."""
+    for one in (*reversed(path.parents), path):
+        try:
+            found = os.lstat(one)
+        except OSError as fault:
+            return f"{one} cannot be looked at: {fault.strerror}"
+        if trusted is not None and found.st_uid not in trusted:
+            return f"{one} belongs to account {found.st_uid}"
+        if stat.S_ISDIR(found.st_mode) and not found.st_mode & OTHERS:
+            return ""
+        # In a folder with the sticky bit, as /tmp, only the owner of an entry renames or removes it.
+        if stat.S_ISDIR(found.st_mode) and found.st_mode & WRITERS and not found.st_mode & stat.S_ISVTX:
+            return f"{one} has mode {stat.S_IMODE(found.st_mode):04o}"
+    return ""
+
+
+def trusted_owners(uid_map: Path = Path("/proc/self/uid_map")) -> set[int]:
+    """Return this account and root. In a user namespace root of the machine has the number of accounts that are not mapped."""
+    found = {0, os.geteuid()}
+    try:
+        if " ".join(uid_map.read_text().split()) != ALL_MAPPED:
+            found.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
+    except (OSError, ValueError):  # not Linux
+        pass
+    return found
+
+
+def _found(path: Path) -> str:
+    try:
+        found = os.lstat(path)
+    except OSError as fault:
+        return f"nothing ({fault.strerror})"
+    kind = "a symlink" if stat.S_ISLNK(found.st_mode) else "a folder" if stat.S_ISDIR(found.st_mode) else "a file"
+    return f"{kind} of account {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}"

@@ -1,0 +1,42 @@
+"""The versions of Ray that this package is tested with, and what is said of others. Nothing of Ray is imported in this file.
+
+``make ray-versions`` runs the scenarios with each of them and writes the table of ``docs/ray.md``.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+from overlord.errors import JobError
+
+log = logging.getLogger("overlord")
+
+# One release of every minor version. Older ones lack parts of token authentication: ``has_token`` of 2.52 takes no mode.
+TESTED = ("2.53.0", "2.54.1", "2.55.1", "2.56.1", "2.57.1", "2.58.1", "2.59.0", "2.60.0")
+_warned: set[str] = set()  # once in a process
+
+
+def minor(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version; (0, 0) for one that has no such numbers."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+FIRST, LAST = minor(TESTED[0]), minor(TESTED[-1])
+RANGE = f"ray>={FIRST[0]}.{FIRST[1]},<{LAST[0]}.{LAST[1] + 1}"  # as pip writes it
+
+
+def check_version(version: str) -> None:
+    """Refuse a version that is known to break, and warn once of one that was not tested."""
+    if minor(version) < FIRST:
+        problem = f"runtime: 'ray' expected Ray {_shown(FIRST)} to {_shown(LAST)}, got {version}; pip install '{RANGE}'"
+        raise JobError([problem], "launch")
+    if minor(version) not in {minor(tested) for tested in TESTED} and version not in _warned:
+        _warned.add(version)
+        words = "Ray %s was not tested with this package: expected %s to %s. If something breaks, pip install '%s'"
+        log.warning(words, version, _shown(FIRST), _shown(LAST), RANGE)
+
+
+def _shown(number: tuple[int, int]) -> str:
+    return f"{number[0]}.{number[1]}"
