@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -168,7 +169,8 @@ class Ledger:
 
     def see_passed(self, passed: Sequence[tuple[int, ...]]) -> None:
         """Bring the counts of ``PASSED`` up to date with what the stream of every source has passed."""
-        self.dropped, self.long, self.lost_tokens = np.ascontiguousarray((self._before + np.array(passed, np.int64)).T)
+        counts = np.fromiter(chain.from_iterable(passed), np.int64, self._before.size).reshape(self._before.shape)
+        self.dropped, self.long, self.lost_tokens = np.ascontiguousarray((self._before + counts).T)
 
     def counts(self) -> dict[str, np.ndarray]:
         return {name: getattr(self, name).copy() for name in COUNTS}
