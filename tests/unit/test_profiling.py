@@ -308,8 +308,10 @@ def test_in_one_process_only_sources_that_are_worth_it_are_split(corpus: Path) -
 
 def test_time_that_was_waited_and_rows_that_nobody_drew_are_no_cost_of_a_source(corpus: Path) -> None:
     stats = ReaderStats(
-        read_s=20.0, staged_s=30.0, transform_s=9.0, read_busy_s=0.2, staged_busy_s=0.3, transform_busy_s=0.25, rows=1000, samples=100
-    )
+        read_s=20.0, staged_s=30.0, transform_s=9.0, read_busy_s=0.2, staged_busy_s=0.3, transform_busy_s=0.25, rows=1000, evaluated=100,
+        samples=100,
+    )  # fmt: skip
+    assert ReaderStats(rows=1000, evaluated=10, samples=400).asked_for == 0.01, "a row that was split into 40 samples was read once"
     with blueprint(job(source(corpus)), cache_dir=corpus / "c") as ready:
         row = {"source": "web", "loader": 0, "samples": stats.samples, "tokens": 500}
         row |= {"of_samples_s": stats.of_samples, "core_s": stats.work[0]}
