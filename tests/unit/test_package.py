@@ -19,7 +19,7 @@ TEXTS = sorted(
         *ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "pyproject.toml",
         *(p for folder in ("src", "docs", "examples", "benchmarks", "tests") for p in (ROOT / folder).rglob("*") if p.is_file()),
     ]
-    if path.suffix in (".md", ".py", ".toml", "") and path.name != "CHANGELOG.md" and path != Path(__file__)
+    if path.suffix in (".md", ".py", ".toml", "") and path != Path(__file__)
 )  # fmt: skip
 OTHER_PACKAGE = re.compile(r"pip install [^\n`]*?(?<![-\w/.])['\"]?overlord(?!-data)\b|(?<![-\w])overlord\\?\[[a-z]")
 

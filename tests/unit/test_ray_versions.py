@@ -23,7 +23,7 @@ def test_a_tested_minor_version_is_used_without_a_word(version: str, caplog: pyt
 
 @pytest.mark.parametrize("version", ["2.52.1", "1.13.0", "unknown"])
 def test_a_version_that_is_known_to_break_is_refused_with_what_to_install(version: str) -> None:
-    with pytest.raises(ov.JobError, match=rf"expected Ray 2\.53 to 2\.60, got {version}; pip install 'ray>=2\.53,<2\.61'"):
+    with pytest.raises(ov.JobError, match=rf"expected Ray 2\.53 to 2\.60, got {version}; pip install 'overlord-data\[ray\]'"):
         check_version(version)
 
 
@@ -33,7 +33,7 @@ def test_a_version_that_was_not_tested_is_warned_of_once(caplog: pytest.LogCaptu
         check_version(version)
     said = [record.getMessage() for record in caplog.records]
     assert [line.partition(" was")[0] for line in said] == ["Ray 2.61.0", "Ray 3.0.0.dev0"]
-    assert "was not tested with this package: expected 2.53 to 2.60. If something breaks, pip install 'ray>=2.53,<2.61'" in said[0]
+    assert "was not tested with this package: expected 2.53 to 2.60. If something breaks, pip install 'overlord-data[ray]'" in said[0]
 
 
 def test_the_extra_and_the_page_have_the_tested_versions_and_tests_run_with_the_newest() -> None:

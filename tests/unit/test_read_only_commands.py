@@ -207,3 +207,18 @@ def test_a_plan_keeps_no_profile_and_a_profile_is_kept_only_when_asked_for(tmp_p
     overlord("plan", job, "--step", "1")
     overlord("profile", job, "--rows", "8", "--seconds", "0.05")
     assert not (cache / "profiles").exists()
+
+
+@pytest.mark.parametrize(("setting", "words_of_it"), [({"place": {"dp": 3}}, "dp=3"), ({"sync": "step"}, "sync='step'")])
+def test_a_plan_that_differs_from_the_journal_names_the_setting_that_moved_it(
+    tmp_path: Path, setting: dict[str, object], words_of_it: str
+) -> None:
+    job, _ = journaled(tmp_path)
+    assert overlord("run", job, "--steps", "4").exit_code == 0
+    assert "expected digest" not in overlord("plan", job, "--step", "2").stderr
+    job.write_text(yaml.safe_dump({**yaml.safe_load(job.read_text()), **setting}))
+    said = [" ".join(overlord("plan", job, "--step", str(step)).stderr.split()) for step in range(4)]
+    other = [words for words in said if "expected digest" in words]
+    assert other
+    assert all(words_of_it in words.split("the job file has")[1] for words in other)
+    assert all(words.count("sync=") == 2 for words in other)  # of the run and of the job file

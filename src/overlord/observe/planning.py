@@ -126,12 +126,13 @@ def _looking(job: Job, begin: Standing, say: Say, allow: tuple[str, ...] = ()) -
 
 
 def _compare(session: Session, step: int, begin: Standing, say: Say) -> None:
-    """Say so if the plan is not the one of the journal: files changed since, or the job has another place."""
+    """Report a plan that differs from the journal's: files changed since, or the job has another mesh or sync."""
+    from overlord.runtime.journalling import slots_of  # needed only here
+
     made = session.plan(step).digest()
     if begin.digest and begin.digest != made:
-        elsewhere = (
-            "" if begin.place == repr(session.job.place) else f": the run had {begin.place}, and the job file has {session.job.place!r}"
-        )
+        slots = slots_of(session.job)
+        elsewhere = "" if begin.place == slots else f": the run had {begin.place}, and the job file has {slots}"
         say(f"step {step}: expected digest {begin.digest} as in the journal, got {made}{elsewhere}")
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from overlord.observe.explaintext import waits
-from overlord.planner.losses import share
+from overlord.planner.lost_tokens import share
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -13,7 +13,7 @@ from overlord.job import Job, Source, did_you_mean
 from overlord.messages import Finish, Report, SetMixture, Skip, SourceLost
 from overlord.planner.events import Event, Log, said_of_all
 from overlord.planner.feedback import checked, promised
-from overlord.planner.losses import Losses
+from overlord.planner.lost_tokens import Losses
 from overlord.planner.schedule import plain
 from overlord.runtime.partitioning import joining
 

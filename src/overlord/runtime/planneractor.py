@@ -21,7 +21,7 @@ from overlord.errors import ActorLost, JournalError, OverlordError
 from overlord.messages import Finish, Report, SetMixture, Skip, Stage, StreamState
 from overlord.observe.memory import pss_bytes
 from overlord.planner.events import lost
-from overlord.planner.losses import Losses
+from overlord.planner.lost_tokens import Losses
 from overlord.planner.spec import Mixed, NewSource, Quarantined, SourceSpec
 from overlord.recovery.replay import Recovered
 from overlord.runtime.hostactor import Events

@@ -9,6 +9,7 @@ import logging
 import re
 
 from overlord.errors import JobError
+from overlord.extras import pip_install
 
 log = logging.getLogger("overlord")
 
@@ -30,12 +31,12 @@ RANGE = f"ray>={FIRST[0]}.{FIRST[1]},<{LAST[0]}.{LAST[1] + 1}"  # as pip writes 
 def check_version(version: str) -> None:
     """Refuse a version that is known to break, and warn once of one that was not tested."""
     if minor(version) < FIRST:
-        problem = f"runtime: 'ray' expected Ray {_shown(FIRST)} to {_shown(LAST)}, got {version}; pip install '{RANGE}'"
+        problem = f"runtime: 'ray' expected Ray {_shown(FIRST)} to {_shown(LAST)}, got {version}; {pip_install('ray')}"
         raise JobError([problem], "launch")
     if minor(version) not in {minor(tested) for tested in TESTED} and version not in _warned:
         _warned.add(version)
-        words = "Ray %s was not tested with this package: expected %s to %s. If something breaks, pip install '%s'"
-        log.warning(words, version, _shown(FIRST), _shown(LAST), RANGE)
+        words = "Ray %s was not tested with this package: expected %s to %s. If something breaks, %s"
+        log.warning(words, version, _shown(FIRST), _shown(LAST), pip_install("ray"))
 
 
 def _shown(number: tuple[int, int]) -> str:

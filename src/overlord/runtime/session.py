@@ -19,7 +19,7 @@ from overlord.hashing import digest
 from overlord.job import Job
 from overlord.messages import StreamState
 from overlord.planner.events import Log, lost
-from overlord.planner.losses import Losses
+from overlord.planner.lost_tokens import Losses
 from overlord.planner.schedulebase import learns
 from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.changes import Changes

@@ -52,7 +52,7 @@ from overlord.transforms.frame import Frame, join_rows, run_each, run_whole, sai
 from overlord.transforms.imagerows import CHANCE, ITEM, SeenImages, add_items, check_images, find_images, run_images
 from overlord.transforms.images import META, Images
 from overlord.transforms.long import cut_rows, lost_tokens, too_long
-from overlord.transforms.losses import check_map, refused_columns
+from overlord.transforms.loss_columns import check_map, refused_columns
 from overlord.transforms.text import Encoder, Tokenize, build_encoder, same_content
 
 IDS = "tokens"  # the column that holds the ids, whatever it was called in the file
@@ -288,7 +288,7 @@ class Pipeline:
             made = join_rows(run_each(frame, t, t.fn, as_row, self._generators(frame, position, ids) if t.rng else None))
         else:
             made = run_whole(frame, t, t.fn, self._columns_each(t))
-        check_map(self.source, self.transforms, t, made)
+        check_map(self.source, self.transforms, position, made)
         if not frame.table.num_rows:
             return
         bad: Bad = {}

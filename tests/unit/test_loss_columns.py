@@ -69,6 +69,9 @@ def test_a_function_that_returns_a_mask_is_refused_by_name(tmp_path: Path) -> No
         first_step(uri, ov.Map(masked, rows=True))
     with pytest.raises(TransformError, match="got 'loss_mask', which is not supported yet; leave it out"):
         first_step(uri, ov.Select("tokens", "loss_mask"))
+    twice = ov.Map(masked, rows=True)
+    with pytest.raises(TransformError, match=problem):
+        first_step(uri, twice, twice)
     for later in ([ov.Select("tokens")], [ov.Map(unmasked, rows=True)]):
         assert first_step(uri, ov.Map(masked, rows=True), *later).global_valid_tokens == 8
     assert first_step(uri, ov.Map(unmasked, rows=True)).global_valid_tokens == 8
