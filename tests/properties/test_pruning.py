@@ -48,7 +48,7 @@ class Writing:
 
     @property
     def blueprint(self) -> Any:
-        return SimpleNamespace(job=SimpleNamespace(names=tuple(self.names), place="tree"), fingerprint={"draw": "exact-1"})
+        return SimpleNamespace(job=SimpleNamespace(names=tuple(self.names), place="tree", sync="step"), fingerprint={"draw": "exact-1"})
 
     def plan(self, n: int) -> None:
         for _ in range(n):

@@ -278,6 +278,6 @@ def test_a_factory_of_several_shards_needs_to_know_which() -> None:
 
 def test_a_job_names_its_fields_in_the_order_of_the_interface() -> None:
     assert list(inspect.signature(ov.Job).parameters) == [
-        "name", "sources", "place", "batch", "mixture", "strategy", "seed", "journal", "until", "draw", "mix_every", "look_ahead",
-        "max_age", "overflow", "shuffle_chunks", "slice_rows", "chunk_bytes", "feedback_lag", "on_long", "hooks",
+        "name", "sources", "place", "batch", "mixture", "strategy", "sync", "seed", "journal", "until", "draw", "mix_every",
+        "look_ahead", "max_age", "overflow", "shuffle_chunks", "slice_rows", "chunk_bytes", "feedback_lag", "on_long", "hooks",
     ]  # fmt: skip

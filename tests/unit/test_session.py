@@ -36,6 +36,7 @@ from overlord.errors import (
     TransformError,
 )
 from overlord.planner.strategy import llm_balance
+from overlord.runtime.private import NotPrivate
 from tests.processes import WAIT_S, until
 from tests.worlds import Rows
 
@@ -834,7 +835,7 @@ ERRORS: list[OverlordError] = [
     OverlordError("a text"), JobError(["a", "b"], "job 'x'"), SourceError("web", "gone", "a.parquet", "mend it"), StorageError("a", "b"),
     TransformError("web", "Map", "no", "mend it"), PlanError("bad", 3, "mend it"), StateMismatch({"seed": ("1", "2")}, "mend it"),
     DataStall("rain", 3.5, 7, 2), ActorLost("the pump", "it was stopped"), JournalError("a/b", "torn", "mend it"),
-    JournalTaken("a/b", "taken", "stop"),
+    JournalTaken("a/b", "taken", "stop"), NotPrivate("a/b is open to others"),
     FrameError("cut off", "value[3]", "mend it"), LinkRefused("overlord://a:1/b", "wrong token"), Later("overlord://a:1/b", "too many"),
 ]  # fmt: skip
 

@@ -100,7 +100,6 @@ def test_a_journal_with_a_secret_is_refused_and_the_secret_is_not_repeated(tmp_p
     "words",
     [
         ["run", "URI"],
-        ["inspect", "URI"],
         ["run", "job.yaml", "--resume", "URI"],
         ["run", "job.yaml", "--save", "URI"],
         ["serve", "job.yaml", "--save", "URI"],
@@ -116,6 +115,13 @@ def test_the_command_line_does_not_repeat_a_uri_where_it_wants_a_file(tmp_path, 
     said = CliRunner().invoke(cli, given)
     assert said.exit_code == 2
     assert "wanted a file of this machine" in said.output
+    assert SECRET not in said.output
+
+
+def test_inspect_does_not_repeat_a_uri_that_carries_a_secret():
+    said = CliRunner().invoke(cli, ["inspect", f"s3://AKIAXYZ:{SECRET}@bucket/job.yaml"])
+    assert said.exit_code == 2
+    assert "carries a user or a password" in said.output
     assert SECRET not in said.output
 
 
