@@ -20,7 +20,7 @@ POOL = "ARROW_DEFAULT_MEMORY_POOL"  # looked at once, when Arrow is first used
 ARENAS = "MALLOC_ARENA_MAX"
 TUNABLES, ARENAS_TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.arena_max"
 M_ARENA_MAX = -8  # of <malloc.h>
-LATER = 4  # threads of a host, not counting workers and links, that start after its limit is set: event loop, storage watch, server
+LATER = 4  # threads of a host besides workers and links that start after its limit is set: pump, calls, storage watch or two servers
 DEFAULT = 8  # arenas per core: the limit of the GNU C library itself
 
 
@@ -47,8 +47,9 @@ def give_back() -> None:
 def arena_limit(workers: int, cores: int, *, links: int = 0, running: int = 1) -> int:
     """Return the number of malloc arenas for a host process: one for each of its threads, at most what the C library allows by itself.
 
-    ``workers``: threads that read and transform. ``links``: threads that each serve one connection. ``running``: threads that the process
-    has already; Ray starts two dozen. Native pools count one thread per core: object stores have one, and tokenizers where it is turned on.
+    ``workers``: threads that read and transform. ``links``: threads that each serve one connection; a server has one thread for all of its
+    connections. ``running``: threads that the process has already; Ray starts two dozen. Native pools count one thread per core: object
+    stores have one, and tokenizers where it is turned on.
     """
     threads = running + workers + links + LATER + cores
     return max(workers + 1, min(threads, DEFAULT * cores))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from overlord.importpath import module_started
 from tests import rays
 from tests.corpus import write_rows
 
@@ -100,3 +101,31 @@ def test_an_import_that_is_asked_for_adds_the_working_directory_after_all_others
     assert done.returncode == 0, done.stderr
     assert executed(desk) == []
     assert set(seen.read_text().splitlines()) == {f"None {SRC}"}
+
+
+@pytest.mark.parametrize("options", [[], ["-X", "dev", "-W", "ignore"], ["-Bu"]], ids=" ".join)
+def test_a_package_that_imports_overlord_as_python_starts_it_keeps_the_working_directory(tmp_path: Path, options: list[str]) -> None:
+    """While Python imports the package of ``-m mypkg.train``, its ``sys.argv`` is that of ``-m overlord``."""
+    (tmp_path / "mypkg").mkdir()
+    (tmp_path / "mypkg" / "__init__.py").write_text("import overlord\n")
+    (tmp_path / "mypkg" / "train.py").write_text("import mymodel\nprint(mymodel.NAME)\n")
+    (tmp_path / "mymodel.py").write_text("NAME = 'found'\n")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"} | {"PYTHONPATH": str(SRC)}
+    command = [sys.executable, *options, "-m", "mypkg.train", "-m", "overlord"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "found\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "module"),
+    [
+        ("-m overlord run job.yaml", "overlord"), ("-moverlord.cli", "overlord.cli"), ("-P -X dev -W ignore -m overlord", "overlord"),
+        ("-Xdev -Wignore -Bum overlord", "overlord"), ("-BX dev -sm overlord", "overlord"), ("-OOmoverlord", "overlord"),
+        ("--check-hash-based-pycs never -m overlord", "overlord"), ("-X -m -m train", "train"), ("-W m -mtrain -m overlord", "train"),
+        ("train.py -m overlord", ""), ("-c pass -m overlord", ""), ("-Bcpass -m overlord", ""), ("-- train.py -m overlord", ""),
+        ("- -m overlord", ""), ("-m", ""), ("", ""),
+    ],
+)  # fmt: skip
+def test_the_module_that_python_was_told_to_start_is_read_as_python_reads_it(given: str, module: str) -> None:
+    assert module_started(["python", *given.split()]) == module
+    assert module_started([]) == ""

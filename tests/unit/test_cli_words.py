@@ -12,6 +12,7 @@ import yaml
 
 import overlord as ov
 from overlord.errors import StateMismatch
+from overlord.observe.datafile import is_data
 from tests.corpus import write_rows
 from tests.unit.test_cli import job_file, overlord, rows
 
@@ -128,6 +129,29 @@ def test_text_that_is_inspected_is_to_be_tokenized_and_images_are_named(tmp_path
     assert source.transforms == (ov.Tokenize(str(tmp_path / "tokenizer.json"), text="content"),)
     assert "image: bytes; images are read by Images" in result.stdout
     assert "4 bytes" in result.stdout
+
+
+def test_token_ids_beside_other_values_are_shown_as_mixed_and_the_suggested_job_runs(tmp_path: Path) -> None:
+    lines = [json.dumps({"ids": [1, 2.5] if k == 3 else [k, k + 1, k + 2]}) for k in range(40)]
+    (tmp_path / "m.jsonl").write_text("\n".join(lines))
+    result = overlord("inspect", tmp_path / "m.jsonl")
+    assert result.exit_code == 0, result.output
+    assert ["ids", "mixed"] in [line.split()[:2] for line in result.stdout.splitlines()]
+    assert "extension" not in result.stdout
+    (tmp_path / "job.yaml").write_text("name: " + result.stdout.split("\nname: ")[1])
+    [source] = ov.Job.from_yaml(tmp_path / "job.yaml").sources
+    assert source.transforms == (ov.Tokens("ids"),)
+    assert overlord("run", tmp_path / "job.yaml", "--steps", "1").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["job[1].yaml", "job*.yml", "what?.json"])
+def test_a_job_file_may_have_signs_of_a_pattern_in_its_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps(yaml.safe_load(job_file(tmp_path).read_text())))
+    result = overlord("inspect", path)
+    assert result.exit_code == 0, result.output
+    assert "a job file for it" not in result.stdout
+    assert is_data(str(tmp_path / "absent[1].yaml")), "a pattern that no file has for its name"
 
 
 @pytest.mark.parametrize("command", [("run",), ("plan", "--step", "0"), ("profile",)], ids=lambda command: command[0])

@@ -150,6 +150,21 @@ def test_constants_of_the_same_files_without_images_are_not_taken_for_those_with
     assert kept[0] != kept[1]
 
 
+def test_constants_are_measured_again_for_another_context_treatment_of_long_documents_or_weight(
+    job: ov.Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overlord.simulation.scale.measured", lambda *_, **__: Measured(constants=LIKELY, probes=()))
+    heavy = [replace(job.sources[0], weight=5.0), *job.sources[1:]]
+    others = [replace(job, batch=ov.Batch(samples=16, context=8)), replace(job, on_long="truncate"), replace(job, sources=heavy)]
+    same = replace(job, batch=ov.Batch(samples=32, context=256), place=ov.ClientPlaceTree(dp=4))
+    kept = []
+    for made in (Blueprint(j, Options()) for j in (job, same, *others)):
+        kept.append(constants_of(made, again=False, progress=lambda what, done, of: None)[1])
+        made.close()
+    assert kept[0] == kept[1], "not for another batch or place"
+    assert len(set(kept)) == 4
+
+
 def test_dummy_jobs_hold_a_source_with_images_wherever_it_is_listed_and_few_samples_of_large_ones(job: ov.Job) -> None:
     many = replace(job, sources=[replace(job.sources[0], name=f"t{i}") for i in range(40)] + [replace(job.sources[0], name="s")])
     assert [s.name for s in chosen(many, 3)] == ["t0", "t1", "t2"]

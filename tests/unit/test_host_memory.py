@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,18 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord import allocators
 from overlord.allocators import DEFAULT, LATER, arena_limit, chosen_by_user, limit_arenas
+from overlord.channel.server import dial
 from overlord.limits import cores
 from overlord.runtime import machine
+from overlord.runtime.constructorhost import ConstructorHost
+from overlord.runtime.hostactor import Settings
 from overlord.runtime.machine import Machine
+from overlord.runtime.peers import Peers
 from overlord.runtime.process_control import ProcessControl
 from overlord.sources.views import arrow_of, numpy_of
 from tests.corpus import write_rows
 from tests.laws import examples
+from tests.processes import WAIT_S
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 DTYPES = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8", "?"]
@@ -125,6 +131,36 @@ def test_no_worker_of_a_host_process_shares_an_arena(monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(name, raising=False)
     with ProcessControl() as control:
         assert control.get(control.call(control.spawn(Arenas, name="arenas"), "shared", 4), 30.0) == []
+
+
+class Noted(Machine):
+    """Keep the links that a host counts a thread for, and leave the arenas of this process alone."""
+
+    links = -1
+
+    def prepare(self, workers: int, *, links: int = 0, background: bool = False) -> None:
+        self.links = links
+
+
+@pytest.mark.parametrize("links", [0, 40])
+def test_a_constructor_host_counts_all_its_threads_however_many_links_it_has(links: int) -> None:
+    """One thread serves all links of a server: more links need no more arenas. The planner is in another process here."""
+    machine, peers = Noted(), Peers()
+    before = set(threading.enumerate())
+    settings = Settings(name="linked", token="t", workers=1, machine=machine)
+    host = ConstructorHost(0, settings, {0: (0,)}, ov.Batch(samples=4, context=32), 1, ())
+    with closing(host), ExitStack() as open_links:
+        open_links.callback(peers.shutdown)
+        host.listen("127.0.0.1", "u")
+        handle, ticket = peers.expect(host.name)
+        host.meet(peers.address, peers.token, ticket)
+        assert peers.get(peers.call(handle, "beat"), WAIT_S)
+        for k in range(links):
+            hello = {"role": "loader", "host": k, "incarnation": 1}
+            open_links.enter_context(closing(dial(host.address(), "t", hello, timeout_s=WAIT_S)[0]))
+        found = sorted(thread.name for thread in set(threading.enumerate()) - before)
+    assert len(found) <= LATER + machine.links, found
+    assert machine.links == 0, "an arena for each link would hold memory that no thread uses"
 
 
 @examples(100)

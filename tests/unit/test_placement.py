@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import overlord as ov
+from overlord.errors import ActorLost, JobError
 from overlord.observe.tables import placement_facts
 from overlord.runtime import placement
+from overlord.runtime.bootstrap import Blueprint
 from overlord.runtime.machine import Machine
+from overlord.runtime.options import Options
+from overlord.runtime.partitioning import hosting_of
 from overlord.runtime.placement import Placement, watch
 from overlord.runtime.placing import Layout, Node
+from overlord.runtime.planned import PlannedEngine
+from overlord.runtime.process import ProcessHost
+from overlord.runtime.starting import Recipes, settings_of
+from tests.corpus import write_rows
+from tests.processes import WAIT_S
 
 TRAINER = Node(id="t", name="gpu-0", idle_cores=4)
 LAYOUT = Layout(rank_nodes=("gpu-0",), ranks_of=((0,),), share=0.5)
@@ -76,6 +89,7 @@ def test_hosts_are_proposed_when_a_node_with_room_joins_and_their_successors_go_
     control.there.append(Node(id="c", name="cpu-0", idle_cores=4))
     now[0] += placement.SETTLED_S + 1
     assert made.review() == ["loader-host/2", "loader-host/1"]
+    made.accept(["loader-host/2", "loader-host/1"])
     assert made.review() == [], "not again while it is under way"
     assert made.place("loader-host/10000", 7)["node"] == "c"
     assert made.memory_of("loader-host/10000") == 7
@@ -90,4 +104,108 @@ def test_a_planner_is_placed_where_no_ranks_are_and_nothing_is_asked_where_there
     alone: Any = object()
     made = Placement(alone, lambda: LAYOUT)
     assert (made.place("loader-host/0", 1), made.planner(), made.figures(), made.review()) == ({}, {}, {}, [])
-    assert watch(made, Machine(), alone, lambda hosts: None)() is None, "nor reviewed"
+    assert watch(made, Machine(), alone, lambda hosts, accept: None)() is None, "nor reviewed"
+
+
+class Beats(Machine):
+    """A clock that the test moves."""
+
+    def every(self, seconds: float, call: Callable[[], None], name: str) -> Callable[[], None]:
+        self.beat = call
+        return lambda: None
+
+
+def joined(now: list[float]) -> tuple[Any, Placement]:
+    """Two of the hosts are to move: a node with room has joined."""
+    control, made = crowded(TRAINER)
+    control.there.append(Node(id="c", name="cpu-0", idle_cores=4))
+    now[0] += placement.SETTLED_S + 1
+    return control, made
+
+
+def test_a_move_is_told_when_it_is_accepted_and_proposed_until_then(now: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    control, made = joined(now)
+    machine, asked = Beats(), list[tuple[list[int], Callable[[], None]]]()
+    watch(made, machine, control, lambda hosts, accept: asked.append((hosts, accept)))
+    for _ in range(2):
+        machine.beat()  # refused, while another change runs
+        now[0] += placement.REVIEW_S
+    assert [hosts for hosts, _ in asked] == [[2, 1], [2, 1]]
+    assert not [r for r in caplog.records if "moves to" in r.getMessage()], "nothing moves yet"
+    accept = asked[-1][1]
+    accept()
+    told = [r.getMessage() for r in caplog.records if "moves to" in r.getMessage()]
+    assert told[0] == "loader-host/2 moves to node cpu-0, which has room: node gpu-0 runs more hosts than it may"
+    assert len(told) == 2
+    machine.beat()
+    assert len(asked) == 2, "not again while it is under way"
+
+
+def test_a_move_that_fails_is_told_and_reviews_go_on(now: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    control, made = joined(now)
+    machine, asked = Beats(), list[list[int]]()
+
+    def move(hosts: list[int], accept: Callable[[], None]) -> None:
+        asked.append(hosts)
+        raise RuntimeError("the planner is somewhere else")
+
+    watch(made, machine, control, move)
+    for _ in range(2):
+        machine.beat()
+    assert asked == [[2, 1], [2, 1]]
+    faults = [r for r in caplog.records if r.exc_info is not None]
+    assert [str(r.exc_info[1]) for r in faults if r.exc_info] == ["the planner is somewhere else"] * 2
+
+
+class Refusing(Nodes):
+    """A cluster that starts no process."""
+
+    refuses = True
+
+    def spawn(self, factory: Any, *args: Any, name: str, **where: Any) -> Any:
+        if self.refuses:
+            raise ActorLost(name, "the cluster refused it")
+        return name
+
+
+def test_a_host_that_could_not_be_started_leaves_no_place_behind(tmp_path: Path) -> None:
+    source = ov.Source("s", write_rows(tmp_path / "s", "parquet", [{"tokens": [1]}]), transforms=[ov.Tokens()])
+    job = ov.Job(name="ghost", sources=[source], batch=ov.Batch(samples=1, context=8), place=ov.ClientPlaceTree(dp=1))
+    control: Any = Refusing(TRAINER)
+    blueprint = Blueprint(job, Options())
+    with closing(blueprint):
+        hosting = hosting_of(blueprint)
+        recipes = Recipes(control, lambda: blueprint, settings_of(blueprint, hosting, "t", 0), hosting, [0])
+        for start in (lambda: recipes.constructor(0), lambda: recipes.loader_host(0, [0], (), {})):
+            with pytest.raises(ActorLost, match="the cluster refused it"):
+                start()
+        assert recipes.placement.figures() == {}, "nothing is placed"
+        control.refuses = False
+        recipes.loader_host(10000, [0], (), {}, instead_of=0)
+        memory = recipes.placement.memory_of("loader-host/10000")
+        control.refuses = True
+        with pytest.raises(ActorLost):
+            recipes.loader_host(10000, [0], (), {})
+        assert recipes.placement.memory_of("loader-host/10000") == memory, "a host that is started again keeps its place for the next try"
+
+
+@pytest.mark.parametrize(("engine", "journal"), [(ProcessHost, None), (PlannedEngine, "journal")], ids=["planner here", "planner apart"])
+def test_a_host_whose_source_could_not_join_leaves_no_place_behind(
+    tmp_path: Path, engine: Any, journal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any) -> None:
+        raise JobError(["the planner refuses it"], "add_source")
+
+    forgotten = list[str]()
+    first, late = (
+        ov.Source(name, write_rows(tmp_path / name, "parquet", [{"tokens": [1, 2]}] * 40), transforms=[ov.Tokens()]) for name in "ab"
+    )
+    where = None if journal is None else str(tmp_path / journal)
+    job = ov.Job(name="late", sources=[first], batch=ov.Batch(samples=2, context=8), place=ov.ClientPlaceTree(dp=1), journal=where)
+    monkeypatch.setattr(Placement, "forget", lambda self, name: forgotten.append(name))
+    with ov.launch(job, runtime="process", hosts=1, constructor_hosts=1, stall_limit_s=WAIT_S) as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "add_source", refuses)
+            with pytest.raises(JobError, match="the planner refuses it"):
+                session.add_source(late, loaders=1)
+        assert forgotten == ["loader-host/1"]

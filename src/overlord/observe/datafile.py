@@ -16,6 +16,7 @@ from overlord.sources.base import TEXTS, ReadOptions, text_columns
 from overlord.sources.formats import SUFFIXES
 from overlord.sources.handles import ChunkReader, HandleCache
 from overlord.sources.index import build_index, default_cache_dir
+from overlord.sources.mixed import MIXED, type_name
 from overlord.sources.uris import is_uri, scrub
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class DataReport:
 
 def is_data(what: str) -> bool:
     """Whether a word of the command line names data and not a job file."""
+    if what.lower().endswith(JOB_FILES) and os.path.isfile(what):  # whatever signs its name holds
+        return False
     if is_uri(what) or os.path.isdir(what) or GLOB.search(what):
         return True
     return what.lower().endswith(SUFFIXES) and not what.lower().endswith(JOB_FILES)
@@ -63,14 +66,14 @@ def inspect_data(uri: str) -> DataReport:
         raise SourceError(name, "expected rows, got none that can be read", scrub(uri), "check the format and the first lines of the file")
     return DataReport(
         uri=uri, name=name, format=index.format, files=len(index.files), chunks=len(index.chunks), rows=index.rows, nbytes=index.nbytes,
-        schema=dict(index.schema or {field.name: str(field.type) for field in table.schema}),
+        schema=dict(index.schema or {field.name: type_name(field.type) for field in table.schema}),
         first=table.slice(0, 1).to_pylist()[0] if table.num_rows else {},
     )  # fmt: skip
 
 
 def job_text(report: DataReport) -> str:
     """A job file for the data: token ids as they are, or text that is tokenized."""
-    ids = next((name for name in IDS if "int" in report.schema.get(name, "") and "list" in report.schema[name]), None)
+    ids = _ids_column(report.schema)
     text = next(iter(text_columns(report.schema)), None)
     source: dict[str, Any] = {"uri": scrub(report.uri) if is_uri(report.uri) else os.path.abspath(report.uri)}
     if ids is not None:
@@ -81,9 +84,15 @@ def job_text(report: DataReport) -> str:
     return yaml.safe_dump(job, sort_keys=False, allow_unicode=True, width=120)
 
 
+def _ids_column(schema: Mapping[str, str]) -> str | None:
+    """Return the column of token ids: lists of whole numbers by one of the usual names, or values of several types, checked when read."""
+    kinds = {name: schema[name] for name in IDS if name in schema}
+    return next((name for name, kind in kinds.items() if kind == type_name(MIXED) or ("int" in kind and "list" in kind)), None)
+
+
 def remarks(report: DataReport) -> list[str]:
     """Return what the suggested job file leaves to its reader."""
-    tokens = any(name in report.schema for name in IDS)
+    tokens = _ids_column(report.schema) is not None
     found = []
     if not tokens and text_columns(report.schema):
         found.append("tokenizer.json stands for the tokenizer of your model")

@@ -43,7 +43,7 @@ class Joining(Recovering):
     def drop_prepared(self, h: int) -> None:
         if (remote := self._loaders.pop(h, None)) is not None:
             remote.lost = "not needed"
-            self._control.kill(remote.handle)
+            self._starter.end(h, remote.handle)
 
     def add_source(self, new: NewSource, prepared: int, budget_bytes: int, joined: Callable[[], None] = lambda: None) -> None:
         if (host := self._loaders[prepared]).lost:

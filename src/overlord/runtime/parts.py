@@ -96,7 +96,7 @@ class Parts:
         self._start_planner()
         self._is_ready()
         threading.Thread(target=self._beats, name="overlord-planner-beats", daemon=True).start()
-        self._stop_reviews = watch(self.recipes.placement, self._machine, self.control, lambda hosts: self.tell("relocate", hosts))
+        self._stop_reviews = watch(self.recipes.placement, self._machine, self.control, self._relocate)
 
     def _start_planner(self) -> int:
         """Behind which step it begins."""
@@ -293,6 +293,18 @@ class Parts:
         if (planner := self.planner) is not None:
             with contextlib.suppress(ActorLost, DataStall):
                 self.control.tell(planner, method, *args)
+
+    def _relocate(self, hosts: list[int], accept: Callable[[], None]) -> None:
+        """Ask the planner to replace loader hosts; one that is being started again is asked by the next review."""
+        if (planner := self.planner) is None:
+            return
+
+        def answered(future: Future[bool]) -> None:
+            if future.exception() is None and future.result():
+                accept()
+
+        with contextlib.suppress(ActorLost, DataStall):
+            self.control.call(planner, "relocate", hosts).add_done_callback(answered)
 
     def _wait_for_planner(self, deadline: float, timeout_s: float) -> Handle:
         with self._lock:

@@ -35,6 +35,9 @@ SETTLED_S = 5.0  # until what was asked of a cluster is missing from the figures
 REVIEW_S = 2.0  # between two reviews
 AGAIN_S = 60.0  # until a host that should have moved is proposed again
 
+# Takes the numbers of the loader hosts that are to move, and what to call once the move is accepted. Another change may be under way.
+Move = Callable[[list[int], Callable[[], None]], None]
+
 
 class Placement:
     """The hosts of one job by node. Runs on: any thread."""
@@ -45,7 +48,8 @@ class Placement:
         self._memory: dict[str, int] = {}  # bytes that each of them needs
         self._nodes: dict[str, Node] = {}  # as they would be without this job, when their figures had last settled
         self._last_start = -math.inf
-        self._proposed: dict[str, float] = {}  # hosts that were to move, and when that was said
+        self._wanted: dict[str, tuple[str, str]] = {}  # hosts that are to move by the last review: the node, and the node they leave
+        self._moved: dict[str, float] = {}  # hosts whose move was accepted, and when
         self._crowded: dict[str, tuple[float, Surplus]] = {}  # nodes with ranks whose share is exceeded, since when
         self._lock = Lock()  # hosts are started by several threads
 
@@ -80,7 +84,10 @@ class Placement:
         return self._memory.get(name)
 
     def review(self) -> list[str]:
-        """Report nodes whose share is exceeded, and return the loader hosts that are to move to nodes with room."""
+        """Report nodes whose share is exceeded, and return the loader hosts that are to move to nodes with room.
+
+        They are returned again by the next review, until ``accept`` says that they move.
+        """
         nodes, layout, now = self._living_nodes(), self._layout(), time.monotonic()
         with self._lock:
             if not nodes or now - self._last_start <= SETTLED_S:
@@ -89,13 +96,23 @@ class Placement:
             free = self._without_job(nodes)
             self._report(surplus(free, layout, self._placed, self._memory), now)
             found = moves(free, layout, self._placed, self._memory)
-            wanted = {host: spot for host, spot in found.items() if now - self._proposed.get(host, -math.inf) > AGAIN_S}
-            self._proposed = {host: when for host, when in self._proposed.items() if host in self._placed} | dict.fromkeys(wanted, now)
+            self._moved = {host: when for host, when in self._moved.items() if host in self._placed}
             names = {n.id: n.name or n.address for n in nodes}
-            for host, spot in wanted.items():
-                at = names.get(self._placed[host].node, "")
-                log.warning("%s moves to node %s, which has room: node %s runs more hosts than it may", host, names[spot.node], at)
-        return list(wanted)
+            self._wanted = {
+                host: (names[spot.node], names.get(self._placed[host].node, ""))
+                for host, spot in found.items()
+                if now - self._moved.get(host, -math.inf) > AGAIN_S
+            }
+            return list(self._wanted)
+
+    def accept(self, hosts: Sequence[str]) -> None:
+        """Report that hosts move. They are proposed again after ``AGAIN_S``, where nothing came of it."""
+        with self._lock:
+            for host in hosts:
+                if host in self._wanted:
+                    to, at = self._wanted.pop(host)
+                    self._moved[host] = time.monotonic()
+                    log.warning("%s moves to node %s, which has room: node %s runs more hosts than it may", host, to, at)
 
     def figures(self) -> dict[str, Any]:
         """Return the nodes with ranks that run more hosts of this job than ``sidecar`` allows; empty without a cluster."""
@@ -134,21 +151,16 @@ class Placement:
         self._crowded = {node: (self._crowded.get(node, (now, s))[0], s) for node, s in crowded.items()}
 
 
-def watch(placement: Placement, machine: Machine, control: Control, move: Callable[[list[int]], None]) -> Callable[[], None]:
-    """Review the placement every ``REVIEW_S`` in a thread of its own, since a cluster may be slow to answer. Returns what ends it.
-
-    ``move`` is given the numbers of the loader hosts that are to move.
-    """
+def watch(placement: Placement, machine: Machine, control: Control, move: Move) -> Callable[[], None]:
+    """Review the placement every ``REVIEW_S`` in a thread of its own, since a cluster may be slow to answer. Returns what ends it."""
     if not getattr(control, "nodes", list)():
         return lambda: None
 
     def look() -> None:
         try:
-            found = placement.review()
+            if found := placement.review():
+                move([int(name.rpartition("/")[2]) for name in found], lambda: placement.accept(found))
         except Exception:  # its figures are for people, and what it proposes can wait
-            log.exception("the nodes of the job's hosts could not be reviewed")
-            return
-        if found:
-            move([int(name.rpartition("/")[2]) for name in found])
+            log.exception("the nodes of the job's hosts could not be reviewed; the next review is in %g s", REVIEW_S)
 
     return machine.every(REVIEW_S, look, "overlord places")

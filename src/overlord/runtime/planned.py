@@ -393,7 +393,7 @@ class PlannedEngine:
             self._parts.blueprint = before
         host = self._parts.hosts.pop(f"loader-host/{prepared}", None)
         if host is not None and not self._closed:
-            self._parts.control.kill(host)
+            self._parts.recipes.end(prepared, host)
 
     def add_source(self, new: NewSource, prepared: int, budget_bytes: int, joined: Callable[[], None] = lambda: None) -> None:
         parts = self._parts

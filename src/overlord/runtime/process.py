@@ -119,10 +119,10 @@ class ProcessHost(Scaling):
             self.close()
             raise
 
-    def _relocate_later(self, hosts: Sequence[int]) -> None:
+    def _relocate_later(self, hosts: Sequence[int], accept: Callable[[], None]) -> None:
         def act() -> None:
-            if not self._closed:
-                self.relocate(hosts)
+            if not self._closed and self.relocate(hosts):
+                accept()
 
         self._pump.post(act)
 

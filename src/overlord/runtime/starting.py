@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from overlord.messages import Opening
 from overlord.runtime.bootstrap import READ_AHEAD, Blueprint, SourceKit
 from overlord.runtime.constructorhost import ConstructorHost
 from overlord.runtime.control import Control, Handle
-from overlord.runtime.hostactor import Settings
+from overlord.runtime.hostactor import HostActor, Settings
 from overlord.runtime.hosting import Hosting
 from overlord.runtime.loaderhost import LoaderHost
 from overlord.runtime.machine import Machine
@@ -118,9 +118,9 @@ class Recipes:
         blueprint = self._blueprint()
         job, ranks, hooks = blueprint.job, list(blueprint.job.place.buckets("DP")), of_kind(blueprint.job.hooks, CONSTRUCTOR)
         buckets = {b: tuple(ranks[b]) for b in np.flatnonzero(self._constructor_of == c).tolist()}
-        return self._control.spawn(
+        return self._spawn(
+            f"constructor-host/{c}", PROCESS_BYTES,
             ConstructorHost, c, self._settings, buckets, job.batch, job.document_multiple, hooks, blueprint.images,
-            name=f"constructor-host/{c}", **self.placement.place(f"constructor-host/{c}", PROCESS_BYTES),
         )  # fmt: skip
 
     def loader_host(
@@ -129,10 +129,21 @@ class Recipes:
         job = self._blueprint().job
         kits = {i: self._kit(i) for i in sorted(sources)}
         memory = self._memory_of(h if instead_of is None else instead_of)
-        return self._control.spawn(
-            LoaderHost, h, replace(self._settings, born=next(self._born)), kits, openings, constructors, of_kind(job.hooks, LOADER),
-            job.seed, name=f"loader-host/{h}", **self.placement.place(f"loader-host/{h}", memory),
+        return self._spawn(
+            f"loader-host/{h}", memory, LoaderHost, h, replace(self._settings, born=next(self._born)), kits, openings, constructors,
+            of_kind(job.hooks, LOADER), job.seed,
         )  # fmt: skip
+
+    def _spawn(self, name: str, memory: int, factory: Callable[..., HostActor], *args: Any) -> Handle:
+        """Place a host and start it. One that cannot be started leaves no place behind, unless it had one before: it is tried again."""
+        is_new = self.placement.memory_of(name) is None
+        where = self.placement.place(name, memory)
+        try:
+            return self._control.spawn(factory, *args, name=name, **where)
+        except BaseException:
+            if is_new:
+                self.placement.forget(name)
+            raise
 
     def _memory_of(self, h: int) -> int:
         known = self.placement.memory_of(f"loader-host/{h}")

@@ -81,9 +81,13 @@ Progress = Callable[[str, int, int], None]
 
 def constants_of(blueprint: Blueprint, *, again: bool, progress: Progress) -> tuple[Measured, Path]:
     """Measured on this machine for these files, and where they are kept."""
-    # Not the batch or the place: constants are of sources and of the machine.
+    # Not the samples of a batch or the place: constants are of sources and of the machine. A sample is as long as the context lets it be,
+    # and means over sources follow their weights.
     files = (f"{i.source} {i.nbytes} {len(i.chunks)} {len(i.files)}" for i in blueprint.indexes)
-    mark = digest(*files, *map(str, blueprint.job.names), *(pipeline.fingerprint for pipeline in blueprint.pipelines))
+    job = blueprint.job
+    sources = (f"{source.name} {source.weight}" for source in job.sources)
+    lengths = f"context {job.batch.context}, on_long {job.on_long}"
+    mark = digest(*files, *sources, lengths, *(pipeline.fingerprint for pipeline in blueprint.pipelines))
     kept = Path(blueprint.options.cache_dir or default_cache_dir()) / f"fleet-{mark[:24]}.json"
     return measured(blueprint, kept, again=again, progress=progress), kept
 
