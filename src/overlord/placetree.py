@@ -71,13 +71,16 @@ class ClientPlaceTree:
         )  # fmt: skip
 
     @staticmethod
-    def from_env(env: Mapping[str, str] | None = None) -> ClientPlaceTree:
+    def from_env(env: Mapping[str, str] | None = None, *, world_size: int | None = None) -> ClientPlaceTree:
         """The tree of a job started by torchrun: ``WORLD_SIZE``, and ``OVERLORD_PP``, ``OVERLORD_CP``, ``OVERLORD_TP`` (1 where unset).
 
         dp is what is left of the world; ``OVERLORD_DP`` says it too, and must then fit. ``OVERLORD_ORDER`` names the axes from
         outermost to innermost, as in ``pp-dp-cp-tp``. Without ``WORLD_SIZE`` the world is what the degrees make.
+        Process groups are not asked: where the launcher sets no ``WORLD_SIZE`` (``mp.spawn``, Lightning) give ``world_size``.
         """
         env = environ if env is None else env
+        if world_size is not None:
+            env = _of_world(env, world_size)
         names = {"WORLD_SIZE": "", **{f"OVERLORD_{axis.upper()}": axis for axis in AXES}}
         given = {name: text for name in names if (text := str(env.get(name, "")).strip())}
         wrong = [
@@ -236,6 +239,14 @@ def broadcast_dims(broadcast: str | Sequence[str]) -> tuple[str, ...]:
     if unknown:
         raise JobError([f"unknown broadcast axis {unknown[0]!r}; known: {', '.join(BROADCASTS)}"], "place")
     return tuple(dim for dim in BROADCASTS if dim in dims)
+
+
+def _of_world(env: Mapping[str, str], world_size: int) -> Mapping[str, str]:
+    """The environment with a world size that the caller knows; one that says another is refused."""
+    said = str(env.get("WORLD_SIZE", "")).strip()
+    if said not in ("", str(world_size)):
+        raise JobError([f"world_size: expected WORLD_SIZE={said} of the environment, got {world_size}; leave world_size out"], "from_env")
+    return {**env, "WORLD_SIZE": str(world_size)}
 
 
 def _mesh_of(mesh: Any) -> tuple[tuple[str, ...], np.ndarray]:

@@ -156,10 +156,35 @@ def test_a_step_that_grows_is_refused_where_microbatches_are_handed_out(tmp_path
         assert len(next(client)) > 1, "whole steps may grow"
         with pytest.raises(ov.PlanError, match=r"plan of step 1: expected the 1 microbatches"):
             next(client.microbatches())
-        with pytest.raises(ov.PlanError, match=r"plan of step 2: expected the 1 microbatches"):
+        with pytest.raises(ov.PlanError, match=r"plan of step 1: expected the 1 microbatches"):
             next(iter(ot.Dataset(client, microbatches=True)))
+
+
+STANDS: dict[str, Callable[[ov.Session], Any]] = {
+    "a client": lambda session: session.client(0),
+    "a client of another process": lambda session: ov.connect(served := session.serve(), 0, served.token),
+    "steps ahead": lambda session: ot.DevicePrefetcher(session.client(0), "cpu"),
+}
+
+
+@pytest.mark.parametrize("which", STANDS)
+def test_a_state_saved_after_a_refused_step_includes_that_step(tmp_path: Path, which: str):
+    job = text_job(tmp_path, microbatches=1, context=128)
+    wanted = wanted_of(job)
+    with ov.launch(job) as session, STANDS[which](session) as client:
+        assert tokens_of(ot.TensorStep.of(next(client))) == wanted[0]
+        for _ in range(2):
+            with pytest.raises(ov.PlanError, match=r"plan of step 1: expected the 1 microbatches"):
+                next(client.microbatches())
+            saved = client.state_dict()
+            assert saved["step"] == 1
+        found = [tokens_of(ot.TensorStep.of(next(client))) for _ in range(2)]
+        assert found == wanted[1:3], "the refused step is the next one"
+        assert client.state_dict()["step"] == 3
         with pytest.raises(ov.PlanError, match=r"plan of step 3: expected the 1 microbatches"):
-            next(ot.DevicePrefetcher(client, "cpu").microbatches())
+            next(client.microbatches())
+        client.load_state_dict(saved)
+        assert tokens_of(ot.TensorStep.of(next(client))) == wanted[1], "a loaded state drops it"
 
 
 def test_a_step_that_grows_is_refused_by_a_client_of_another_process(tmp_path: Path):
@@ -297,6 +322,22 @@ def test_a_loader_for_evaluation_starts_every_pass_at_the_first_step(tmp_path: P
         loader.load_state_dict(saved)
         assert [tokens_of(item) for item in loader] == wanted[2:], "a loaded state is where the next pass starts"
         assert [tokens_of(item) for item in loader] == wanted
+
+
+def mesh_of_two(session: ov.Session, which: str) -> Any:
+    if which == "connected":
+        return ov.connect(served := session.serve(), 0, served.token)
+    clients = [session.client(rank) for rank in range(2)]
+    return ot.DevicePrefetcher(clients[0], "cpu") if which == "ahead" else clients[0]
+
+
+@pytest.mark.parametrize("which", ["here", "connected", "ahead"])
+def test_rewinding_is_refused_for_a_client_of_several_ranks_that_cannot_meet(tmp_path: Path, which: str):
+    """Else the first rank to begin a pass takes the steps from the others."""
+    with ov.launch(text_job(tmp_path, dp=2)) as session, ot.StatefulLoader(mesh_of_two(session, which), rewind=True) as loader:
+        words = r"rewind=True: expected a process group of the 2 ranks of the mesh.* got no process group; call torch.distributed.init"
+        with pytest.raises(ov.JobError, match=words):
+            iter(loader)
 
 
 def test_passes_behind_the_end_are_told_and_then_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import overlord as ov
 import overlord.torch as ot
 from overlord.client.world import World, world_here
+from overlord.runtime.join import _Board, serving_host
 from tests.torch.jobs import text_job
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
@@ -56,6 +58,24 @@ def test_half_of_what_a_launcher_says_is_refused(monkeypatch: pytest.MonkeyPatch
     for join in (ov.join, ot.join):
         with pytest.raises(ov.JobError, match=re.escape(words)):
             join(text_job(tmp_path))
+
+
+def test_rewinding_is_refused_where_ranks_of_a_launcher_have_no_process_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The ranks share one session, and nothing else in which they could meet before one of them rewinds it."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": ""}.items():
+        monkeypatch.setenv(name, value)
+    words = "rewind=True: expected a process group of the 2 ranks of the mesh"
+    with pytest.raises(ov.JobError, match=words):
+        iter(ot.StatefulLoader(text_job(tmp_path, dp=2), rewind=True))
+
+
+@pytest.mark.parametrize("said", ["many", "-1", "1.5"])
+def test_a_size_of_the_node_that_is_no_number_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, said: str):
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr("overlord.runtime.join._store", lambda *_: store)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+    with pytest.raises(ov.JobError, match=f"LOCAL_WORLD_SIZE: expected a whole number, got '{re.escape(said)}'; unset it"):
+        serving_host(_Board(0, 2, 1.0, {}))
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,17 @@ def test_a_tree_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     assert read() == ClientPlaceTree(dp=2, tp=3)
 
 
+def test_a_caller_says_the_world_size_that_the_environment_has_not() -> None:
+    """As where processes are spawned and have a process group alone."""
+    read = ClientPlaceTree.from_env
+    assert read({"OVERLORD_TP": "2"}, world_size=8) == ClientPlaceTree(dp=4, tp=2)
+    assert read({"WORLD_SIZE": "8"}, world_size=8) == ClientPlaceTree(dp=8)
+    with pytest.raises(JobError, match="world_size: expected WORLD_SIZE=4 of the environment, got 8; leave world_size out"):
+        read({"WORLD_SIZE": "4"}, world_size=8)
+    with pytest.raises(JobError, match="wanted a whole number of at least 1, found '0'"):
+        read({}, world_size=0)
+
+
 @pytest.mark.parametrize(
     ("env", "said"),
     [

@@ -15,7 +15,7 @@ import numpy as np
 from overlord.client.callers import refuse_ahead
 from overlord.client.step import Microbatch, Step, check_count
 from overlord.constructor.builder import Bucket
-from overlord.errors import DataStall, OverlordError
+from overlord.errors import DataStall, OverlordError, PlanError
 from overlord.messages import Sealed, StreamState, Told
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class Client:
         rewind: Callable[[Mapping[str, Any], tuple[str, ...]], tuple[Box, State]],
         report: Callable[[Box, Any, Any, int], None], start: State, close: Callable[[], None],
         stall_warn_s: float, stall_limit_s: float, on_stall: Callable[[str, float], None] | None = None, microbatches: int | None = None,
+        world_size: int | None = None,
     ):  # fmt: skip
         self.rank, self._inbox, self._state = rank, inbox, start
         self._begin: Callable[[], None] | None = begin  # called before the first wait: demand starts the work
@@ -106,8 +107,9 @@ class Client:
         self.steps = 0
         self.bytes_fetched = 0  # of arrays, as they travel
         self.microbatches_per_step = microbatches  # the job's Batch.microbatches, where it is known
-        self.world_size: int | None = None  # of the trainers, where whoever opened this client knows it
+        self.world_size = world_size  # ranks of the mesh; None where it is not known
         self._shared: tuple[ClientPlaceTree | None, tuple[str, ...]] = (None, ())  # mesh and broadcasts, as the last step told them
+        self._back: tuple[Mark, State, Step] | None = None  # a step that was refused, between the place before it and the state after it
 
     def __iter__(self) -> Client:
         refuse_ahead(type(self).__name__)
@@ -115,6 +117,8 @@ class Client:
 
     def __next__(self) -> Step:
         self._refuse_fork()
+        if (again := self._taken_back()) is not None:
+            return again
         while True:
             if (begin := self._begin) is not None:
                 begin()
@@ -133,6 +137,23 @@ class Client:
         self.steps += 1
         self._consumed(inbox, told.step)
         return Step(told, bucket, self.rank)
+
+    def _taken_back(self) -> Step | None:
+        """Return a step that was refused, to be taken again. The result is None without one, or after the session was moved."""
+        with self._gate:
+            back, self._back = self._back, None
+            if back is None or back[0][0] is not self._inbox or back[0][1] is not self._state:
+                return None
+            _, self._state, step = back
+        self.steps += 1
+        return step
+
+    def _take_back(self, step: Step, before: Mark) -> None:
+        """Stand before the step that was handed out last, unless the session was moved meanwhile."""
+        with self._gate:
+            if before[0] is self._inbox:
+                self._back, self._state = (before, self._state, step), before[1]
+                self.steps -= 1
 
     def _refuse_fork(self) -> None:
         if os.getpid() != self._pid:  # the threads that fill the inbox stayed behind
@@ -169,11 +190,18 @@ class Client:
     def microbatches(self) -> Iterator[Microbatch]:
         """Yield all microbatches in a row, for trainers that take ``Batch.microbatches`` of them for each optimizer step.
 
-        A step with another number of microbatches raises ``PlanError``: such a trainer would mix steps from there on.
+        A step with another number of microbatches raises ``PlanError``: such a trainer would mix steps from there on. The client then
+        stands before that step: a state saved there includes it, and it is the next step.
         """
+        before = self.mark()
         for step in self:
-            check_count(step, self.microbatches_per_step)
+            try:
+                check_count(step, self.microbatches_per_step)
+            except PlanError:
+                self._take_back(step, before)
+                raise
             yield from step
+            before = self.mark()
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """What was measured in a step this rank was handed, for a mixture that learns: ``{"loss/web": 2.31, "tokens/web": 8192}``.
@@ -199,6 +227,7 @@ class Client:
         """Go on from a saved state. The first rank to do so moves the session; the others must load the same state.
         ``allow`` names fingerprint parts that may differ."""
         self._inbox, self._state = self._rewind(state, allow)
+        self._back = None
 
     def close(self) -> None:
         """Leave: nobody waits for this rank any more."""

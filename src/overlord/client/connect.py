@@ -113,7 +113,7 @@ class _Connected:
             self._asking.rank, self._inbox(s), begin=lambda: None, consumed=_took, waiting_for=self._why, export=self._export,
             rewind=self._rewind, report=self._report, start=s["state"], close=self._close,
             stall_warn_s=s["stall_warn_s"] if warn_s is None else warn_s, stall_limit_s=s["stall_limit_s"] if limit_s is None else limit_s,
-            on_stall=on_stall, microbatches=s["microbatches"],
+            on_stall=on_stall, microbatches=s["microbatches"], world_size=s["world_size"],
         )  # fmt: skip
         return self._client
 

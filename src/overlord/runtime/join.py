@@ -77,7 +77,8 @@ def checked_world(job: Job) -> World | None:
     here, place = world_here("join"), job.place
     if here is not None and here.size != place.world_size:
         raise JobError(
-            [f"place: wanted the {here.size} ranks of {here.named}, found {place.world_size} in {place}; give the job that mesh. "
+            [f"place: wanted the {here.size} ranks of {here.named}, found {place.world_size} in {place}; give the job that mesh, "
+             f"as ClientPlaceTree.from_env(world_size={here.size}) does. "
              "For a job of this process alone: overlord.launch(job), then session.client(rank)"], "join",
         )  # fmt: skip
     if here is None and place.world_size > 1:
@@ -168,6 +169,11 @@ class _Board:
     def is_one_node(self) -> bool:
         """Whether all ranks share a machine: as the launcher says, or, where it does not, once every rank has written its own."""
         if said := os.environ.get("LOCAL_WORLD_SIZE"):
+            if not said.isdecimal():
+                raise JobError(
+                    [f"LOCAL_WORLD_SIZE: expected a whole number, got {said!r}; unset it, or let the launcher set the ranks of each node"],
+                    "join",
+                )
             return int(said) >= self._world
         for rank in range(self._world):
             self._until(f"{self._key}/node/{rank}", lambda: self._missing("node"), self._deadline)

@@ -119,7 +119,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
                 rewind=lambda state, allow: self._rewind(rank, state, allow), start=self._start_state,
                 report=lambda box, step, metrics, next_step: self._report(rank, box, step, metrics, next_step),
                 close=lambda: self._detach(rank), stall_warn_s=self._options.stall_warn_s, stall_limit_s=self._options.stall_limit_s,
-                on_stall=self._options.on_stall, microbatches=self.job.batch.microbatches,
+                on_stall=self._options.on_stall, microbatches=self.job.batch.microbatches, world_size=self.job.place.world_size,
             )  # fmt: skip
             return client
 

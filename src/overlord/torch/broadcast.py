@@ -70,6 +70,7 @@ class BroadcastClient(Client):
     def __init__(
         self, service: Service, view: View, wire: Wire, clients: Mapping[int, Client], *, split: tuple[str, tuple[str, ...]], start: State,
         asking: Callable[[], Any], leave: Callable[[BroadcastClient], None], farewells: Farewells, microbatches: int | None = None,
+        world_size: int | None = None,
     ):  # fmt: skip
         self.service, self._view, self._wire, self._clients, self._split = service, view, wire, dict(clients), split
         self._own = self._clients.get(service.rank)
@@ -84,7 +85,7 @@ class BroadcastClient(Client):
         super().__init__(
             service.rank, Place(), begin=lambda: None, consumed=lambda box, step: None, waiting_for=lambda: "", export=self._state_of,
             rewind=self._load, report=self._say, start=start, close=self._end, stall_warn_s=0.0, stall_limit_s=0.0,
-            microbatches=microbatches,
+            microbatches=microbatches, world_size=world_size,
         )  # fmt: skip
         self.session = None if self._own is None else self._own.session
         atexit.register(self._at_exit)
@@ -211,7 +212,8 @@ class BroadcastClient(Client):
 
     def _state_of(self, box: Box, state: State) -> dict[str, Any]:
         if self._own is not None:
-            mine, now = self._own, state is self._state  # else it is one of before, by a mark
+            mine = self._own
+            now = state is self._state and self._back is None  # else it is one of before, by a mark or by a step that was refused
             return mine.state_dict() if now else mine.state_dict((mine._inbox, state))
         if self._last is not None and state.step == self._state.step:  # a mark is a copy
             return dict(self._last)

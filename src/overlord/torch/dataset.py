@@ -16,6 +16,7 @@ from overlord.client.world import process_groups
 from overlord.errors import JobError, StateMismatch
 from overlord.job import Job
 from overlord.torch.marks import State, state_behind
+from overlord.torch.meeting import meet, refuse_apart
 from overlord.torch.position import NOT_BEGUN, Position, Trail, position_of
 from overlord.torch.steps import TensorMicrobatch, TensorStep
 from overlord.torch.workers import InWorker, refuse_workers, world_size
@@ -92,18 +93,20 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
 
     def _begin_pass(self, ahead: Ahead) -> None:
         """Start a pass at the first step, or after the last item trained on: items that a trainer held in the last pass come again."""
-        if (unread := self._trail.consumed()) is not None:
+        if self.rewind:
+            refuse_apart(self._mesh_size())
+        if self.rewind and self._passes and not self._loaded:
+            meet(self._mesh_size(), self._options)
+            self._go_to(NOT_BEGUN)
+        elif (unread := self._trail.consumed()) is not None:
             self._go_to(unread)
         self._open()
-        if self.rewind and self._passes and not self._loaded:
-            self._meet()
-            self._go_to(NOT_BEGUN)
         self._trail, self._passes, self._loaded = Trail(ahead), self._passes + 1, False
 
-    def _meet(self) -> None:
-        """Wait for all ranks that share the session: a rank that rewinds it drops the steps that others have not taken."""
-        if self.job is not None and self.job.place.world_size > 1 and (groups := process_groups()) is not None:
-            groups.barrier()
+    def _mesh_size(self) -> int:
+        """Return the ranks that share the session."""
+        known = self.job.place.world_size if self.job is not None else getattr(self._client, "world_size", None)
+        return known or 1
 
     def _items(self) -> Iterator[Any]:
         """Where it stands is kept in this object and not here: another iterator goes on from there, and so does a loaded state."""

@@ -14,7 +14,7 @@ import torch
 
 from overlord.client.callers import refuse_ahead
 from overlord.client.step import Step, check_count
-from overlord.errors import ActorLost, DataStall, JobError, OverlordError
+from overlord.errors import ActorLost, DataStall, JobError, OverlordError, PlanError
 from overlord.job import Job
 from overlord.torch.facts import Facts
 from overlord.torch.marks import State, state_behind
@@ -74,6 +74,12 @@ class DevicePrefetcher:
         return found
 
     @property
+    def world_size(self) -> int | None:
+        """The ranks of the mesh; None where the client has no such number."""
+        found: int | None = getattr(self.client, "world_size", None)
+        return found
+
+    @property
     def ready(self) -> int:
         """Steps that wait here for the trainer."""
         return len(self._ready)
@@ -109,10 +115,25 @@ class DevicePrefetcher:
         return got.step
 
     def microbatches(self) -> Iterator[TensorMicrobatch]:
-        """Yield all microbatches in a row, as the client's; a step with another number than ``Batch.microbatches`` raises."""
+        """Yield all microbatches in a row, as the client's.
+
+        A step with another number of microbatches than ``Batch.microbatches`` raises ``PlanError`` and stays the next step.
+        """
+        before = self.mark()
         for step in self:
-            check_count(step, self.microbatches_per_step)
+            try:
+                check_count(step, self.microbatches_per_step)
+            except PlanError:
+                self._take_back(step, before)
+                raise
             yield from step
+            before = self.mark()
+
+    def _take_back(self, step: TensorStep, before: Callable[[], State]) -> None:
+        """Stand before the step that was handed out last. Its copy is done or waited for by the trainer's stream."""
+        with self._changed:
+            self._ready.appendleft(_Ready(step, self.mark(), None))
+            self._behind, self.steps = before, self.steps - 1
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """As the client's. Steps were taken ahead, so ``Job.feedback_lag`` must be larger by ``depth`` + 1 for reports to be in time."""

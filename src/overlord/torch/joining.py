@@ -50,9 +50,7 @@ def join(
     """
     here = checked_world(job) if isinstance(job, Job) else None
     if here is None or here.size == 1:
-        alone = plain_join(job, rank=rank, timeout_s=timeout_s, leave_s=leave_s, **launch_options)
-        alone.world_size = job.place.world_size
-        return alone
+        return plain_join(job, rank=rank, timeout_s=timeout_s, leave_s=leave_s, **launch_options)
     rank = here.rank if rank is None else rank
     board = _Board(rank, here.size, timeout_s, {name: launch_options[name] for name in STALLS if name in launch_options})
     session = _launched(job, board, timeout_s, launch_options) if rank == 0 else None
@@ -157,7 +155,6 @@ class _Joining:
         group = make_group(self._job.place, self._rank, self._broadcast, backend=backend, timeout_s=wait_s + AFTER_S)
         if group is None:
             only = self._open(self._rank)
-            only.world_size = self._job.place.world_size
             return self._owned(only) if self._session is not None else only
         view = view_of(self._job.place, self._axis, (), self._rank, self._job.batch.cp_split)
         farewells = Farewells(self._board, s)
@@ -167,6 +164,7 @@ class _Joining:
         return BroadcastClient(
             s, view, wire, clients, split=(self._axis, self._broadcast), start=self._start(clients),
             asking=self._asking, leave=self._leave, farewells=farewells, microbatches=self._job.batch.microbatches,
+            world_size=self._job.place.world_size,
         )  # fmt: skip
 
     def _warning(self) -> dict[str, Any]:

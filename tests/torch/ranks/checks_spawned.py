@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 import overlord as ov
 import overlord.torch as ot
 from overlord.placetree import ClientPlaceTree
-from tests.torch.ranks.jobs import job
+from tests.processes import until
+from tests.torch.ranks.jobs import broadcasting, job
 
 WITHOUT_ENVIRONMENT = True
 STEPS = 2
@@ -37,10 +38,10 @@ def samples(steps: Any) -> list[list[str]]:
     return [sorted(str(piece.sample) for mb in step for piece in mb.samples) for step in steps]
 
 
-def refusal(act: Callable[[], Any]) -> str:
+def refusal(act: Callable[[], Any], kind: type[ov.OverlordError] = ov.JobError) -> str:
     try:
         act()
-    except ov.JobError as error:
+    except kind as error:
         return str(error)
     raise AssertionError("it was not refused")
 
@@ -102,6 +103,79 @@ def evaluation_starts_anew_on_every_rank(out: Path) -> None:
         assert len(passes[0]) == 3
 
 
+class _PrefetchDataFetcher:
+    """Holds one item ahead, as Lightning's of this name does; it is known by its name."""
+
+    prefetch_batches, length = 1, None
+
+    def limited(self, loader: Any, n: int, pause_s: float) -> list[list[str]]:
+        iterator, seen = iter(loader), []
+        item = next(iterator)
+        for _ in range(n):
+            held, item = item, next(iterator)
+            seen.append(samples([held])[0])
+            time.sleep(pause_s)
+        return seen
+
+
+def limited_evaluation_starts_anew_on_every_rank(out: Path) -> None:
+    """The trainer holds an item when a pass ends; a rank that is slower is in the middle of the pass then."""
+    with ot.StatefulLoader(job(PLACE, until=8), rewind=True, prefetch=1) as loader:
+        passes = [_PrefetchDataFetcher().limited(loader, 3, 0.3 * dist.get_rank()) for _ in range(3)]
+        assert passes[0] == passes[1] == passes[2]
+        dist.barrier()
+
+
+def evaluation_by_clients_starts_anew_on_every_rank(out: Path) -> None:
+    for join in (ov.join, ot.join):
+        client = join(job(PLACE, until=3), prefetch=1, stall_limit_s=30.0)
+        with ot.StatefulLoader(client, rewind=True) as loader:
+            passes = []
+            for _ in range(3):
+                seen = []
+                for step in loader:
+                    seen.append(samples([step])[0])
+                    time.sleep(0.1 * dist.get_rank())
+                passes.append(seen)
+            assert passes[0] == passes[1] == passes[2]
+            assert len(passes[0]) == 3
+
+
+def a_refused_step_of_a_broadcast_is_in_the_state(out: Path) -> None:
+    place = ClientPlaceTree(tp=2)
+    with ot.join(job(place, broadcasting("TP"), batch={"microbatches": 1, "samples": 48}, until=3)) as client:
+        assert isinstance(client, ot.BroadcastClient)
+        for _ in range(2):
+            said = refusal(lambda: next(client.microbatches()), ov.PlanError)
+            assert "plan of step 0: expected the 1 microbatches" in said
+            assert everyone(client.state_dict()["step"]) == [0, 0]
+        assert [step.step for step in client] == [0, 1, 2]
+        assert everyone(client.state_dict()["step"]) == [3, 3]
+
+
+def a_process_group_of_another_size_is_no_place_to_meet(out: Path) -> None:
+    with ov.launch(job(ClientPlaceTree(dp=4))) as session:
+        loader = ot.StatefulLoader(session.client(0), rewind=True)
+        assert "expected a process group of the 4 ranks of the mesh" in (said := refusal(lambda: iter(loader)))
+        assert "got a process group of 2" in said
+
+
+def a_rank_that_begins_no_pass_is_named(out: Path) -> None:
+    with mock.patch("overlord.torch.meeting.MEET_S", 1.0), ot.StatefulLoader(job(PLACE, until=3), rewind=True) as loader:
+        next(iter(loader))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            said = refusal(lambda: iter(loader), ov.DataStall)
+            assert "all 2 ranks to begin the next pass of a loader with rewind=True" in said
+            assert "every rank must begin each pass: [Rank 0]: Ranks 1 failed to pass" in said
+            (out / "named").touch()
+        else:
+            until((out / "named").exists)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()  # gloo's links do not outlive a wait that passed its limit
+    dist.init_process_group("gloo", init_method=f"file://{out}/anew", rank=rank, world_size=world)
+
+
 class Stateless:
     """Something with a state and no rank."""
 
@@ -156,7 +230,10 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     check.__name__: check
     for check in (
         each_rank_gets_its_own_data, a_client_connects_as_the_rank_of_its_process_group, a_mesh_of_another_size_is_refused,
-        evaluation_starts_anew_on_every_rank, one_rank_writes_a_state, a_worker_is_refused,
+        evaluation_starts_anew_on_every_rank, limited_evaluation_starts_anew_on_every_rank,
+        evaluation_by_clients_starts_anew_on_every_rank, a_refused_step_of_a_broadcast_is_in_the_state,
+        a_process_group_of_another_size_is_no_place_to_meet, one_rank_writes_a_state, a_worker_is_refused,
         accelerate_does_not_deal_out_the_items_of_one_rank, gradients_are_summed_on_gloo,
+        a_rank_that_begins_no_pass_is_named,
     )
 }  # fmt: skip
