@@ -170,9 +170,10 @@ class PlannerHost(ProcessHost):
         found = self._have({f"constructor-host/{c}": lambda c=c: self._asking.constructor(c) for c in cs})  # type: ignore[misc]
         for c, (remote, address) in zip(cs, found.values(), strict=True):
             self._constructors[c], self._addresses[c] = remote, address
-        for h in [h for h in self._kits if self._is_spare(h)]:
-            del self._kits[h]
-            self._say_word("ended", h)
+        for h in list(self._kits):
+            if self._is_spare(h):
+                del self._kits[h]
+                self._say_word("ended", h)
         hs = {h: (h, sources, (), self._addresses) for h, sources in sorted(self._kits.items()) if min(sources) < len(self.hosting.loaders)}
         found = self._have({f"loader-host/{h}": lambda args=args: self._asking.loader_host(*args) for h, args in hs.items()})  # type: ignore[misc]
         for h, (remote, figures) in zip(hs, found.values(), strict=True):
@@ -189,8 +190,11 @@ class PlannerHost(ProcessHost):
             self.planner.handle(Attach(rank))  # what it would do is not done: this planner only stands for the one that was lost
 
     def _is_spare(self, h: int) -> bool:
-        """It was to read a source beside others, has nothing yet, and is not there: perhaps it could not be started."""
-        return h >= SCALED and f"loader-host/{h}" not in self._handles and h not in self._cutter.hosts()
+        """It was to read a source beside others, has nothing yet, and is not there: perhaps it could not be started. One that took the
+        place of others stays: nobody else can open what they had, though it may not be known yet that it has it."""
+        others = {source for other, sources in self._kits.items() if other != h for source in sources}
+        there = f"loader-host/{h}" in self._handles or h in self._cutter.hosts()
+        return h >= SCALED and not there and others.issuperset(self._kits[h])
 
     def _have(self, starts: Mapping[str, Callable[[], Handle]]) -> dict[str, tuple[Remote, Any]]:
         """Hosts of a kind, by name, and their answers: those that live, and others for the rest, which are started together."""
