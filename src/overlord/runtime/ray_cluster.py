@@ -278,7 +278,8 @@ class Cluster:
         return self._nodes
 
     def _look_at_nodes(self) -> None:
-        """Under the lock: Ray starts a cluster for who asks when it is gone. Those known before do where somebody else has the lock."""
+        """Ask Ray under the lock, since every call of Ray starts a cluster where none is connected. Keep the nodes known before where the
+        lock is taken."""
         if self._lock.acquire(timeout=PING_S if self._nodes else HOLD_S):
             try:
                 if self._holders > len(self._owed):
