@@ -399,5 +399,6 @@ def test_a_transform_that_wants_to_end_the_program_is_an_error_of_its_source() -
             assert steps == []
             assert isinstance(error, SourceError)
             assert "source 'm'" in str(error)
-            assert "SystemExit: enough; a transform must not end the program" in str(error)
+            assert "SystemExit: enough (at " in str(error)
+            assert "in ends_program); a transform must not end the program" in str(error)
         heard(session)  # they live on

@@ -97,7 +97,7 @@ def test_a_rank_that_is_served_by_another_says_so(tmp_path: Path):
 
 def test_figures_of_clients_that_broadcast_nothing_say_who_fetches(tmp_path: Path):
     job = placed(tmp_path, tp=2)
-    for broadcast, wanted in ((True, [(True, 0, [0, 1], 1), (False, 0, [0, 1], 1)]), (False, [(True, 0, [0], None), (True, 1, [1], None)])):
+    for broadcast, wanted in ((True, [(True, 0, [0, 1], 1), (False, 0, [0, 1], 1)]), (False, [(True, 0, [0], 2), (True, 1, [1], 2)])):
         with ov.launch(job, broadcast=broadcast) as session:
             clients = [session.client(rank) for rank in range(2)]
             steps = [next(client) for client in clients]

@@ -140,6 +140,8 @@ class Client:
 
     def _taken_back(self) -> Step | None:
         """Return a step that was refused, to be taken again. The result is None without one, or after the session was moved."""
+        if self._back is None:  # without the gate: it is closed while the session moves, and ready steps are taken meanwhile
+            return None
         with self._gate:
             back, self._back = self._back, None
             if back is None or back[0][0] is not self._inbox or back[0][1] is not self._state:
