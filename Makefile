@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters, each o
 # make demo RUNTIME=ray runs it on a Ray cluster of this machine.
 RUNTIME ?= local
 demo: $(VENV)/.core $(if $(filter ray,$(RUNTIME)),$(VENV)/.ray)
-	$(BIN)/python -m overlord.cli demo --out build/demo --runtime $(RUNTIME)
+	$(BIN)/python -m overlord demo --out build/demo --runtime $(RUNTIME)
 
 test: $(VENV)/.test lint types unit
 
@@ -53,7 +53,7 @@ ray-versions: $(VENV)/.test
 SEEDS ?= 10000
 FIRST ?= 0
 soak: $(VENV)/.test
-	$(BIN)/python -m overlord.simulation --seeds $(SEEDS) --first $(FIRST) --past tests/simulation/past_failures.txt $(if $(KEEP),--keep $(KEEP))
+	$(BIN)/python -m tests.simulation.world --seeds $(SEEDS) --first $(FIRST) --past tests/simulation/past_failures.txt $(if $(KEEP),--keep $(KEEP))
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/planning.py

@@ -33,8 +33,8 @@ from tokenizers import Tokenizer
 import overlord as ov
 from augment import augmented, decoded, hashed, write_jpegs, write_texts
 from overlord.hashing import digest
-from overlord.limits import cores
 from overlord.observe.svg import Line, lines, series_color
+from overlord.process.cgroup import cores
 from page import command_line, machine, markdown_table, progress, save, shown_table, wide_console
 
 # What is never drawn has no cost that could be foreseen.

@@ -22,18 +22,17 @@ from typing import Any
 import numpy as np
 
 from corpus import Corpus, default_folder, make_corpus
+from overlord.journal import checkpoint, job_journal
+from overlord.journal.append_thread import Writer
 from overlord.journal.log import Log, read_all
-from overlord.journal.place import place_of
 from overlord.journal.record import Record
 from overlord.journal.segment import Header
-from overlord.journal.writer import Writer
-from overlord.messages import Stage
-from overlord.recovery import checkpoint
-from overlord.runtime import journalling
-from overlord.runtime.bootstrap import Blueprint
-from overlord.runtime.options import Options
-from overlord.runtime.session import Session
-from overlord.runtime.written import Beginning
+from overlord.journal.storage import place_of
+from overlord.journal.write_ahead import Beginning
+from overlord.messages.control import Stage
+from overlord.session.session import Session
+from overlord.setup.options import Options
+from overlord.setup.prepared_job import Blueprint
 from overlord_side import make_job
 from page import command_line, machine, markdown_table, save, shown_table, wide_console
 from peers.work import Work
@@ -116,7 +115,7 @@ def together(folder: Path, appends: int, records: int = 16) -> list[str]:
     return [f"{1 / np.mean(times):.0f}", f"{p50:.2f}", f"{p99:.2f}", f"{records / np.mean(times):,.0f} records/s"]
 
 
-class Timed(journalling.Journal):
+class Timed(job_journal.Journal):
     """A journal that knows what it has cost, in processor seconds of the threads it ran in."""
 
     cpu = 0.0

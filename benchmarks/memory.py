@@ -32,7 +32,7 @@ from holding.compared import MOST, SMALLEST, compare, on_off, source_parallelism
 from holding.corpora import mixed_corpus
 from holding.grids import Extent, extras, grid, needless, parallelism
 from holding.slopes import Slopes, fit, guess
-from overlord import limits
+from overlord.process import cgroup
 from page import Numbers, command_line, machine, markdown_table, progress, save, shown_table, wide_console
 from peers.ledger import SERVICES, adopt_orphans
 
@@ -47,7 +47,7 @@ SLOPE_HEAD = ("loader", "shuffle", "MB for each", "", "", "", "", "worst fit")
 
 def free_mb() -> float:
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return min(int(lines["MemAvailable"].split()[0]) / 1024, limits.memory_bytes() / 2**20)
+    return min(int(lines["MemAvailable"].split()[0]) / 1024, cgroup.memory_bytes() / 2**20)
 
 
 def measure(cases: Sequence[Case], extent: Extent, console: Console, limit_s: float) -> tuple[list[Found], dict[str, str]]:

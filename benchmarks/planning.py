@@ -21,10 +21,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from overlord.job import SYNCS, Batch
-from overlord.placetree import ClientPlaceTree
-from overlord.plan import LoadingPlan
-from overlord.planner.strategy import STRATEGIES, resolve
+from overlord.batch import Batch
+from overlord.job.job import SYNCS
+from overlord.mesh import ClientPlaceTree
+from overlord.plan.plan import LoadingPlan
+from overlord.planning.strategies import STRATEGIES, resolve
 from overlord.sample import Buffer
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from overlord.job import Batch
+from overlord.batch import Batch
 from overlord.sample import Buffer, Ragged
 
 SHORT_TEXT = 64  # tokens; Figure 2 counts what is longer

@@ -157,7 +157,7 @@ def nodes() -> Iterator[Any]:
 
 def remove_nodes(times: int) -> list[Losses]:
     """Of both nodes the one that has a loader host and not the planner; hosts that were on it come back on the other."""
-    from overlord.runtime.ray_cluster import CLUSTER
+    from overlord.ray.cluster import CLUSTER
 
     found = Losses("ray, two nodes", "a node")
     with nodes() as cluster, tempfile.TemporaryDirectory() as folder:

@@ -59,7 +59,7 @@ def measure(way: str, path: str, slice_rows: int) -> dict[str, float]:
     import pyarrow.parquet as pq
 
     from overlord.sources.base import ReadOptions
-    from overlord.sources.handles import ChunkReader
+    from overlord.sources.chunk_reader import ChunkReader
     from overlord.sources.index import build_index
 
     base, start, rows = _peak_mb(), time.process_time(), 0

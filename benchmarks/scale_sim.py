@@ -26,11 +26,11 @@ from rich.console import Console
 
 import overlord as ov
 from corpus import Corpus, default_folder
-from overlord.runtime.bootstrap import Blueprint
-from overlord.runtime.options import Options
-from overlord.scaling.fleet import Constants, Fleet, colocated, overlord
-from overlord.simulation.measuring import Measured
-from overlord.simulation.scale import Asked, Cell, constants_of, simulated
+from overlord.dryrun.constants import Measured
+from overlord.dryrun.estimate import Asked, Cell, constants_of, simulated
+from overlord.dryrun.machines import Constants, Fleet, colocated, overlord
+from overlord.setup.options import Options
+from overlord.setup.prepared_job import Blueprint
 from page import Numbers, command_line, machine, markdown_table, progress, save, shown_table, wide_console
 from peers.data import corpora
 

@@ -22,7 +22,7 @@ import click
 from rich.console import Console
 
 from corpus import Corpus, default_folder
-from overlord.runtime.options import n_cores
+from overlord.setup.options import n_cores
 from page import Numbers, command_line, machine, markdown_table, progress, save, shown_table, wide_console
 from peers.data import corpora
 from peers.measure import wait_for_idle

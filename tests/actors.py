@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from overlord.channel.codec import register
 from overlord.errors import SourceError
-from overlord.runtime.peers import Sibling
+from overlord.rpc.peers import Sibling
 from overlord.transforms.base import Map, RowIds
 from overlord.transforms.pipeline import Pipeline
-from overlord.transforms.worker import TransformWorker
+from overlord.transforms.transform_process import TransformWorker
+from overlord.transport.codec import register
 
 
 class Strange(Exception):

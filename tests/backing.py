@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from overlord.loader.loader import Loader
-from overlord.messages import Announce, Back, Cursor, Opening, Refill
-from overlord.planner.stream import Piece, SourceStream
-from overlord.runtime.bootstrap import Blueprint, open_loader
-from overlord.runtime.loading import Loading
+from overlord.loader.service import Loading
+from overlord.messages.control import Back, Cursor, Opening, Refill
+from overlord.messages.loader import Announce
+from overlord.planning.stream import Piece, SourceStream
 from overlord.sample import Content
+from overlord.setup.prepared_job import Blueprint, open_loader
 
 STRIDE = 2**20
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from overlord.channel.address import Address
-from overlord.channel.handshake import client_side
-from overlord.channel.link import Link
-from overlord.channel.ring import Ring
-from overlord.channel.server import Server, dial
+from overlord.transport.address import Address
+from overlord.transport.connection import Link
+from overlord.transport.handshake import client_side
+from overlord.transport.server import Server, dial
+from overlord.transport.shared_memory import Ring
 
 MB = 2**20
 TOKEN = "a token of the tests"

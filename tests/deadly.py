@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from overlord.journal.directory import Directory
-from overlord.planner.strategy import llm_balance
+from overlord.planning.strategies import llm_balance
 
 FATAL_STEP = 6
 

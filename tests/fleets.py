@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from overlord.channel.seal import seal
-from overlord.messages import (
-    Announce,
+from overlord.cluster.plan_router import Cutter
+from overlord.loader.service import Loading
+from overlord.messages.control import (  # fmt: skip
     Attach,
     Back,
     Consumed,
@@ -28,12 +28,12 @@ from overlord.messages import (
     Reopen,
     Stage,
     StreamState,
-)  # fmt: skip
-from overlord.planner.cut import Cutter
-from overlord.runtime.bootstrap import Blueprint, open_loader
-from overlord.runtime.loading import Loading
+)
+from overlord.messages.loader import Announce  # fmt: skip
 from overlord.sample import Content
-from overlord.scaling.sharing import kept, spread
+from overlord.scaling.shards import kept, spread
+from overlord.setup.prepared_job import Blueprint, open_loader
+from overlord.transport.state_codec import seal
 
 MOST_MOVES = 100_000  # far more than any of these jobs takes
 Delivered = list[tuple[tuple[Any, ...], list[int]]]  # of a step, in the order of its plan: the sample, its tokens
@@ -191,7 +191,7 @@ class Fleet:
             self._spread(source % len(self.shares), n)
 
     def _spread(self, source: int, n: int) -> None:
-        """As ``runtime/spreading.py`` does, but that hosts are there at once."""
+        """As ``cluster/rebalance.py`` does, but that hosts are there at once."""
         now, n = self.hosts_of(source), min(n, self.shares[source])
         others = Counter(self.cutter.host(k) for k in range(sum(self.shares)) if k not in self._numbers(source))
         hosts = kept(now, n, others, lambda h: h == 0)

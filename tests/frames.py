@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from overlord.channel.codec import decode, encode
-from overlord.channel.frame import PREFIX_BYTES, pack, unpack
+from overlord.transport.codec import decode, encode
+from overlord.transport.frame import PREFIX_BYTES, pack, unpack
 
 
 def joined(header: bytes, columns: list[np.ndarray]) -> bytes:

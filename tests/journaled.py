@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import overlord as ov
+from overlord.cluster import launcher
+from overlord.journal import job_journal
+from overlord.journal.checkpoint import Interval
 from overlord.journal.directory import Directory
+from overlord.journal.job_journal import entries
 from overlord.journal.log import read_all
-from overlord.recovery.checkpoint import Interval
-from overlord.recovery.replay import Recovered
-from overlord.runtime import journalling, parts
-from overlord.runtime.journalling import entries
+from overlord.journal.replay import Recovered
 from tests.corpus import write_rows
 from tests.processes import WAIT_S, until
 
@@ -188,13 +189,13 @@ def _die() -> None:
 
 def small_segments() -> None:
     """Snapshots every few plans, and a segment for each: pruning is part of what may be cut."""
-    journalling.SEGMENT_BYTES = 400
-    journalling.Interval = lambda: Interval(ratio=2, most_plans=3)  # type: ignore[assignment,misc]
+    job_journal.SEGMENT_BYTES = 400
+    job_journal.Interval = lambda: Interval(ratio=2, most_plans=3)  # type: ignore[assignment,misc]
 
 
 def child(order: dict[str, Any]) -> None:
     small_segments()
-    parts.LEAVE_S = journalling.CLOSE_S = WAIT_S  # what was taken is perhaps written when the session is left, and looked for then
+    launcher.LEAVE_S = job_journal.CLOSE_S = WAIT_S  # what was taken is perhaps written when the session is left, and looked for then
     if order["number"] >= 0:
         die_at(order["number"], order["moment"])
     out = os.open(order["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -215,7 +216,7 @@ def child(order: dict[str, Any]) -> None:
 
 def main() -> None:
     """Orders come by lines; each is carried out by a child of its own, which may die. Nothing here has a thread, so it may fork."""
-    for name in ("overlord.runtime.engines", "overlord.runtime.session", "tests.preloaded"):
+    for name in ("overlord.session.runtime", "overlord.session.session", "tests.preloaded"):
         importlib.import_module(name)  # not in each of them again
     print("ready", flush=True)
     for line in sys.stdin:

@@ -6,11 +6,11 @@ import errno
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from overlord.journal.chain import Chain, Reading
 from overlord.journal.log import Log, Where, read_all
-from overlord.journal.place import NameTaken, refusal
 from overlord.journal.record import Record
 from overlord.journal.segment import Header
+from overlord.journal.segments import Chain, Reading
+from overlord.journal.storage import NameTaken, refusal
 
 JOB = Header(job="demo", fingerprint={"draw": "exact-1", "web": "abc"})
 

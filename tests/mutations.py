@@ -84,7 +84,7 @@ MUTATIONS = [
         ("on one host per_actor bounds nothing", "here = self.per_actor if self.together else None", "here = None"),
     ),
     *_at(
-        "scaling/sharing.py",
+        "scaling/shards.py",
         ("a crowded host is not spared", "0.5 if h in crowded else 1.0", "1.0"),
         ("hosts of the launch do not stay first", "(not others.get(h), not first(h), h)", "(not others.get(h), h)"),
         ("shares pile up on one host", "mine[k % n]", "mine[min(k, n - 1)]"),
@@ -117,12 +117,12 @@ MUTATIONS = [
         ("read-ahead follows every change", "if steps >= 2 * was or 2 * steps < was:", "if steps != was:"),
     ),
     *_at(
-        "scaling/budget.py",
+        "scaling/memory_budget.py",
         ("constructor hosts cost nothing", "+ constructor_hosts * BUILDER_BYTES", ""),
         ("each host gets the whole ring", "return self.shared_bytes // max(1, self.hosts)", "return self.shared_bytes"),
     ),
     *_at(
-        "planner/draw.py",
+        "planning/draw.py",
         ("the may rule forgotten", "if owed[i] > UNIT * counts[i]] or weighted", "] or weighted"),
         ("may at equality", "if owed[i] > UNIT * counts[i]]", "if owed[i] >= UNIT * counts[i]]"),
         ("ties broken by the last source", "// weights[i], i) for i in may)", "// weights[i], -i) for i in may)"),
@@ -147,7 +147,7 @@ MUTATIONS = [
         ("the latest musts instead of the earliest", "heapq.heapreplace(heap, (((UNIT", "heapq.heapreplace(heap, ((-(UNIT"),
     ),
     *_at(
-        "planner/stream.py",
+        "planning/stream.py",
         (
             "a loader that said nothing does not hold back",
             "if last is None:\n                    return",
@@ -169,7 +169,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "planner/stream.py",
+        "planning/stream.py",
         ("a dropped document counts before the next sample", "mine &= segment.long_at < stop", "mine &= segment.long_at <= stop"),
         (
             "dropped documents behind the last sample are forgotten",
@@ -179,7 +179,7 @@ MUTATIONS = [
         ("dropped documents at the end are not counted", "for s in self._segments if not self._ready else ():", "for s in ():"),
     ),
     *_at(
-        "planner/founds.py",
+        "planning/sample_blocks.py",
         ("rows of the bound itself are final", 'np.uint64(bound), side="left")', 'np.uint64(bound), side="right")'),
         ("unordered merge", "order = np.lexsort((found.part, found.row, found.file, found.key))", "order = np.arange(len(found))"),
         (
@@ -195,26 +195,26 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "planner/gather.py",
+        "planning/buffer.py",
         ("the cursor one sample early", "np.cumsum(self.sizes) - 1", "np.maximum(np.cumsum(self.sizes) - 2, 0)"),
         ("the cursor without its part", "self.row[end], self.part[end]]", "self.row[end], 0 * self.part[end]]"),
     ),
     *_at(
-        "planner/demand.py",
+        "planning/demand.py",
         ("a loader is not asked again", "if self._held[loader] >= self._must[loader]:", "if self._held[loader] > self._must[loader]:"),
     ),
     *_at(
-        "planner/ahead.py",
+        "planning/look_ahead.py",
         ("those that wait for their turn age too", "rows if left else rows[: int(last[0]) if len(last) else 0]", "rows"),
         ("a restored reserve forgets its ages", "else age[:n].astype(np.int32)", "else np.minimum(age[:n], 0).astype(np.int32)"),
         ("the cursor behind the first sample left", "gone = n = int(left[0]) if len(left)", "gone = n = int(left[0]) + 1 if len(left)"),
     ),
     *_at(
-        "planner/choose.py",
+        "planning/selection.py",
         ("the overdue are not preferred", "~overdue(candidates), candidates.source", "candidates.source"),
     ),
     *_at(
-        "planner/planner.py",
+        "planning/planner.py",
         ("payload by source, not by loader", "by_stream = np.lexsort((order, loader))", "by_stream = np.argsort(order, kind='stable')"),
         ("prefetch one more", "len(self._outstanding) < self.spec.prefetch", "len(self._outstanding) <= self.spec.prefetch"),
         ("the fastest rank sets the pace", "if s > self._consumed.slowest]", "if s > max(self._consumed.values())]"),
@@ -226,7 +226,7 @@ MUTATIONS = [
         ("the horizon stands still", "if stream.group > group else []", "if False else []"),
     ),
     *_at(
-        "planner/events.py",
+        "planning/events.py",
         ("a mixture one step late", "and after < e.at <= step]", "and after < e.at < step]"),
         ("a change that is to come is forgotten", "isinstance(e, Skip) else 0) > step)", "isinstance(e, Skip) else 0) > step + 1)"),
         ("a skip is forgotten at once", "(lag if isinstance(e, Skip) else 0)", "0"),
@@ -240,7 +240,7 @@ MUTATIONS = [
         ("reports since the plan are in no state", "for key, r in self._reports.items() if state", "for key, r in () if state"),
     ),
     *_at(
-        "planner/mixture.py",
+        "planning/mixture.py",
         ("mixed by the epoch: as the step says", 'if self._every != "epoch":', "if True:"),
         ("asked again when a draw is tried again", "if self._asked == state.step:", "if False:"),
         ("the epoch looked at twice", "state.mix_epoch if again and not joins else epoch", "epoch"),
@@ -248,7 +248,7 @@ MUTATIONS = [
         ("what was reported is forgotten", '"reports": self.feedback.pending()', '"reports": ()'),
     ),
     *_at(
-        "planner/feedback.py",
+        "planning/feedback.py",
         ("feedback a step early", "self._steps.pop(step - self._lag, {})", "self._steps.pop(step - self._lag + 1, {})"),
         ("a report a step too late", "report.step + self._lag > planned", "report.step + self._lag > planned + 1"),
         ("used across skipped steps", "        if skipped:\n", "        if False:\n"),
@@ -314,7 +314,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "loader/memory.py",
+        "loader/replay_buffer.py",
         ("going back counts the loss of the cursor's document again", "(rows < c.row + own)", "(rows < c.row)"),
     ),
     *_at(
@@ -328,7 +328,7 @@ MUTATIONS = [
         ("a late rank gets no held step", "first = min(self._steps, default=0) - 1", "first = max(self._steps, default=0)"),
     ),
     *_at(
-        "constructor/builder.py",
+        "constructor/build.py",
         (
             "samples in the order of the draw",
             "order = main.order()",
@@ -355,7 +355,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "constructor/microbatch.py",
+        "constructor/pack.py",
         ("labels not shifted", "labels[:-1] = tokens[1:]", "labels[:-1] = tokens[:-1]"),
         (
             "a label across documents",
@@ -372,7 +372,7 @@ MUTATIONS = [
         ("long runs from their document's start", "zip((start + base).tolist(), content", "zip(start.tolist(), content"),
     ),
     *_at(
-        "constructor/views.py",
+        "constructor/rank_views.py",
         ("zigzag without the mirror", "[[r, 2 * cp - 1 - r] for r in ranks]", "[[r, cp + r] for r in ranks]"),
         ("contiguous runs in falling order", "np.array([[r] for r in ranks])", "np.array([[cp - 1 - r] for r in ranks])"),
         ("documents cut where the microbatch should be", 'return ends if split == "zigzag" else ends[[0, -1]]', "return ends"),
@@ -390,16 +390,16 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "constructor/shares.py",
+        "plan/delivery.py",
         ("empty microbatches cost nothing", "np.maximum(counts, 1).sum(axis=1)", "counts.sum(axis=1)"),
         ("slices counted whole", "tokens // view.cp * per_token", "tokens * per_token"),
     ),
     *_at(
-        "runtime/host.py",
+        "session/local_runtime.py",
         ("payload of loaders in falling order", "loaders = np.flatnonzero(stage.pops)", "loaders = np.flatnonzero(stage.pops)[::-1]"),
     ),
     *_at(
-        "runtime/loading.py",
+        "loader/service.py",
         ("pieces of a loader in falling order", "pieces += hosted.shelf.pop(n)", "pieces += hosted.shelf.pop(n)[::-1]"),
         ("the loader is not told of a pop", "commands += hosted.loader.handle(Pop(step, n))", "pass"),
         (
@@ -409,7 +409,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "runtime/building.py",
+        "constructor/service.py",
         ("payload of a step never let go", "del self._holders[step], self._staged[step], self._told[step]", "pass"),
         ("built steps never let go", "self._built.pop((step, bucket), None)", "pass"),
         (
@@ -419,7 +419,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "planner/cut.py",
+        "cluster/plan_router.py",
         (
             "documents in the order of the plan",
             "order = np.lexsort((stage.doc[rows], host[stage.doc[rows]]))",
@@ -434,26 +434,26 @@ MUTATIONS = [
         ("a constructor without documents is not told", "np.unique(goes_to[goes_to >= 0])", "np.unique(goes_to[bucket])"),
     ),
     *_at(
-        "planner/leaving.py",
+        "planning/lost_sources.py",
         ("a step that was begun goes on as it is", "self._state, self._begun = self._unbegun, -1", "pass"),
         ("what look-ahead passed over stays held", "self._reserve.give_back(i)[1]", "False"),
         ("the last source leaves, too", "if not leave or not others or", "if not leave or"),
         ("bad data are a reason to leave", " and isinstance(error, StorageError) for", " for"),
     ),
     *_at(
-        "sources/handles.py",
+        "sources/chunk_reader.py",
         ("a file that changes while it is read is believed", "if self._files.local or found.bad:", "if False:"),
         ("reads that hang are never given up", "if seconds < limit:", "if True:"),
     ),
     *_at(
-        "sources/patience.py",
+        "sources/retry.py",
         ("pauses that do not grow", "2 ** min(len(seen) - 1, 20)", "1"),
         ("retries beyond the deadline", "or took + pause >= limit:", "or took >= 10 * limit:"),
         ("every try is told", "if len(seen) == 1:", "if seen:"),
         ("work counts as waiting", "return max(0.0, seconds - self.clock.worked(attempt.thread) + attempt.worked)", "return seconds"),
     ),
     *_at(
-        "sources/filefaults.py",
+        "sources/file_errors.py",
         ("any time will do", "any(found_ns == indexed_ns // unit * unit for unit in (1, 10**3, 10**6, 10**9))", "True"),
         ("any size will do", "found.st_size != file.size or not", "not"),
         ("a file that went is given up at once", "_BACK)", "_BACK, 1)"),
@@ -463,7 +463,7 @@ MUTATIONS = [
         ("the answer of a read that was given up is taken", "if self._ticket is not ticket:", "if False:"),
     ),
     *_at(
-        "transforms/imagefile.py",
+        "transforms/image_header.py",
         (
             "an orientation that swaps sides not seen in a JPEG",
             "upright = (height, width) if orientation >= 5 else (width, height)\n    return Header(*upright, _JPEG",
@@ -498,7 +498,7 @@ MUTATIONS = [
         ("animations never refused", 'if found.frames > 1 and self.animated == "quarantine":', "if found.frames > 10:"),
     ),
     *_at(
-        "transforms/imagerows.py",
+        "transforms/image_rows.py",
         ("images of several columns not sorted into rows", 'np.argsort(row, kind="stable")', "np.arange(len(row))"),
         ("items behind the context kept", 'mine = offset < context if on_long == "truncate" else', "mine = offset >= 0 if True else"),
         ("placeholders behind the first piece accepted", 'if on_long == "split":', 'if on_long == "splat":'),
@@ -514,14 +514,14 @@ MUTATIONS = [
         ("auto turned round", "so_far[1] <= so_far[0]", "so_far[1] > so_far[0]"),
     ),
     *_at(
-        "transforms/pixels.py",
+        "transforms/image_items.py",
         ("rows and columns of a square swapped", ".transpose(0, 3, 1, 4, 6, 2, 5)", ".transpose(0, 3, 4, 1, 6, 2, 5)"),
         ("no flip", "if prefix.flip:", "if False:"),
         ("mean not taken off", "(-mean / std)", "(0 * mean / std)"),
         ("a broken file raises at the loader", "    except BadImage:\n        return item", "    except BadImage:\n        raise"),
     ),
     *_at(
-        "transforms/decode.py",
+        "transforms/image_decode.py",
         ("what is transparent stands on black", "(255, 255, 255)", "(0, 0, 0)"),
         ("the lower byte of sixteen bits", "np.asarray(image) >> 8", "np.asarray(image) & 255"),
         ("quarter turns the wrong way", "6: Image.Transpose.ROTATE_270", "6: Image.Transpose.ROTATE_90"),

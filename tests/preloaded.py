@@ -9,7 +9,7 @@ import importlib
 import pyarrow as pa
 
 for name in (
-    "numpy.ma", "overlord.transforms.decode", "tests.deadly", "tests.images", "tests.properties.test_combined",
+    "numpy.ma", "overlord.transforms.image_decode", "tests.deadly", "tests.images", "tests.properties.test_combined",
     "tests.scenarios.test_images", "tests.scenarios.test_process", "tests.worlds",
 ):  # fmt: skip
     importlib.import_module(name)

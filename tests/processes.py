@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import overlord as ov
+from overlord.dryrun.virtual_run import Add
 from overlord.errors import DataStall
-from overlord.messages import SetMixture, Skip
-from overlord.simulation.engine import Add
+from overlord.messages.control import SetMixture, Skip
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = os.environ.get("OVERLORD_TEST_RUNTIME", "process")  # where tests of parts have them, unless they say: `make ray` has them on Ray

@@ -45,7 +45,7 @@ def on_disk(folder: str) -> dict[str, str]:
     """Settings of a head that keeps its state in a folder, so that it can come back; none where Ray cannot do that yet."""
     from importlib.metadata import version
 
-    from overlord.runtime.ray_versions import minor
+    from overlord.ray.versions import minor
 
     if minor(version("ray")) < (2, 57):
         return {}
@@ -60,13 +60,13 @@ def of_a_cluster(**more: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Any]:
-    from overlord.runtime import ray_cluster
+    from overlord.ray import cluster
 
-    with ray_cluster.cluster() as running:
+    with cluster.cluster() as running:
         yield running
 
 
 def control() -> Any:
-    from overlord.runtime.ray_control import RayControl
+    from overlord.ray.launcher import RayControl
 
     return RayControl(job="tests")

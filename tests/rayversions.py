@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
-from overlord.runtime.ray_versions import TESTED, minor
+from overlord.ray.versions import TESTED, minor
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "ray.md"
@@ -82,7 +82,7 @@ def tested(envs: Path, version: str) -> str:
     )
     scenarios = told(*run([str(python), "-m", "pytest", *SCENARIOS], logs / f"{version}.log"))
     out = ROOT / "build" / "ray-versions-demo" / version
-    code, _ = run([str(python), "-m", "overlord.cli", "demo", "--runtime", "ray", "--out", str(out)], logs / f"{version}-demo.log")
+    code, _ = run([str(python), "-m", "overlord.cli.main", "demo", "--runtime", "ray", "--out", str(out)], logs / f"{version}-demo.log")
     demo = "passed" if code == 0 else f"exit code {code}"
     return f"| {version} | {date.today().isoformat()} | {number.stdout.strip()} | {scenarios} | {demo} |"
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from overlord.sources.base import ReadOptions
-from overlord.sources.handles import ChunkReader, HandleCache
+from overlord.sources.chunk_reader import ChunkReader, HandleCache
 from overlord.sources.index import Index, build_index
 
 

@@ -1,6 +1,6 @@
 """The reference stream: docs/stream.md as a plain, slow program that holds everything in memory.
 
-It shares no code with the package (``overlord.job`` describes the job, nothing more), so that the stream is written down
+It shares no code with the package (``overlord.job.job`` describes the job, nothing more), so that the stream is written down
 twice and the two can be compared. Sections follow the page's headings; how raw rows come out of files, and ids out of rows, is in
 ``reference_rows.py``.
 """
@@ -15,7 +15,7 @@ from itertools import count, islice
 from math import fsum
 from typing import Any
 
-from overlord.job import Job, Source
+from overlord.job.job import Job, Source
 from tests.reference_rows import DROPPED, FAILED, Chunk, read_chunks, transform
 
 U = 2**40

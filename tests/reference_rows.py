@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from overlord.job import Job, Source
+from overlord.job.job import Job, Source
 
 Row = tuple[int, Any]  # `row`, and the fields by name; None: unreadable
 Chunk = tuple[int, list[Row]]  # file, rows

@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.job import ON_LONG
+from overlord.job.job import ON_LONG
 from tests.corpus import FORMATS, write_rows
 
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from balancing.bounds import iteration_bound
 from balancing.grid import Case
-from overlord.job import Batch
-from overlord.placetree import ClientPlaceTree
-from overlord.plan import LoadingPlan
-from overlord.planner.choose import hold_long
-from overlord.planner.dgraph import DGraph
-from overlord.planner.strategy import DENSE_12B
+from overlord.batch import Batch
+from overlord.mesh import ClientPlaceTree
+from overlord.plan.plan import LoadingPlan
+from overlord.planning.graph.dgraph import DGraph
+from overlord.planning.selection import hold_long
+from overlord.planning.strategies import DENSE_12B
 from overlord.sample import Buffer
 from page import context_name
 from profiles import draw
@@ -65,7 +65,7 @@ class Stream:
         )
 
     def settle(self, plan: LoadingPlan) -> None:
-        """As ``overlord.planner.ahead.Reserve.settle`` counts: a candidate that another of its source was taken before is a step older."""
+        """As ``overlord.planning.look_ahead.Reserve.settle`` counts: a candidate that another of its source was taken before is a step older."""
         chosen = self.first[plan.source] + plan.row
         self.taken[chosen] = True
         last = np.full(len(self.first), -1)

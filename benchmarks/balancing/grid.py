@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from balancing.bounds import iteration_bound, microbatch_bound
+from overlord.batch import Batch
 from overlord.errors import PlanError
-from overlord.job import Batch
-from overlord.placetree import ClientPlaceTree
-from overlord.plan import LoadingPlan
-from overlord.planner.dgraph import DGraph
-from overlord.planner.strategy import DENSE_12B, packed, vanilla
+from overlord.mesh import ClientPlaceTree
+from overlord.plan.plan import LoadingPlan
+from overlord.planning.graph.dgraph import DGraph
+from overlord.planning.strategies import DENSE_12B, packed, vanilla
 from overlord.sample import Buffer
 from profiles import draw
 

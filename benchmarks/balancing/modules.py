@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from overlord.job import Batch
-from overlord.placetree import ClientPlaceTree
-from overlord.plan import LoadingPlan
-from overlord.planner.strategy import Strategy, packed, vanilla, vlm
+from overlord.batch import Batch
+from overlord.mesh import ClientPlaceTree
+from overlord.plan.plan import LoadingPlan
+from overlord.planning.strategies import Strategy, packed, vanilla, vlm
 from page import context_name
 from profiles import draw
 

@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 import overlord as ov
 from delivering.case import Case
 from delivering.pictures import Pictures
-from overlord.transforms.decode import decode
-from overlord.transforms.imagefile import header
-from overlord.transforms.pixels import Prefix, patchify
+from overlord.transforms.image_decode import decode
+from overlord.transforms.image_header import header
+from overlord.transforms.image_items import Prefix, patchify
 from peers.kernel import READ_ROWS, Packer
 
 PLACEHOLDER = 3

@@ -9,12 +9,12 @@ import numpy as np
 
 from endtoend.setups import CARD_FLOPS, Pair, Setup
 from endtoend.times import BACKWARD, loads_of, seconds
-from overlord.job import Batch
-from overlord.plan import LoadingPlan
-from overlord.planner import kernel
-from overlord.planner.balance import Placement
-from overlord.planner.dgraph import DGraph
-from overlord.planner.strategy import packed, vanilla, vlm
+from overlord.batch import Batch
+from overlord.plan.plan import LoadingPlan
+from overlord.planning.balance import binpack
+from overlord.planning.balance.balance import Placement
+from overlord.planning.graph.dgraph import DGraph
+from overlord.planning.strategies import packed, vanilla, vlm
 from overlord.sample import Buffer
 from profiles import Samples, draw
 
@@ -69,7 +69,7 @@ def step_of(setup: Setup, profile: str, context: int, seed: int) -> Samples:
     bins = setup.filled * setup.ranks
     mean = float(draw(profile, 4096, seed=seed, context=context, merge=setup.merge).tokens().mean())
     many = draw(profile, int(ROOM * bins * context / mean) + 1, seed=seed, context=context, merge=setup.merge, runs=runs)
-    bin_of = kernel.next_fit(many.tokens(), context)
+    bin_of = binpack.next_fit(many.tokens(), context)
     assert bin_of[-1] >= bins, "too few samples were drawn"
     return many.take(np.flatnonzero(bin_of < bins))
 

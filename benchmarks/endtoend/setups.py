@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from overlord.placetree import ClientPlaceTree
-from overlord.planner import cost
-from overlord.planner.cost import LengthCost, Transformer
+from overlord.mesh import ClientPlaceTree
+from overlord.planning import cost
+from overlord.planning.cost import LengthCost, Transformer
 
 ENCODERS = {"ViT-1B": cost.vit_1b, "ViT-2B": cost.vit_2b}
 BACKBONES = {"Llama-12B": cost.llama_12b, "Mixtral": cost.mixtral_8x7b, "tMoE": cost.tmoe_25b}

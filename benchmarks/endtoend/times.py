@@ -8,7 +8,7 @@ import numpy as np
 
 from endtoend.pipeline import one_f_one_b
 from endtoend.setups import CARD_FLOPS, Pair, Setup
-from overlord.plan import LoadingPlan
+from overlord.plan.plan import LoadingPlan
 
 BACKWARD = 2.0  # times the forward
 

@@ -11,9 +11,9 @@ from torch import nn
 import overlord as ov
 from gpu.model import Packed, made
 from gpu.timing import Work, median_seconds, warm_up
-from overlord.plan import LoadingPlan
-from overlord.planner import kernel
-from overlord.planner.fit import Fitted
+from overlord.plan.plan import LoadingPlan
+from overlord.planning.balance import binpack
+from overlord.planning.cost.fit import Fitted
 
 FILLS = (0.25, 0.5, 1.0)  # of the most tokens, in the grid
 SHORTEST = 64  # of the documents that a microbatch of the grid is cut into; then twice as long, and so on
@@ -53,7 +53,7 @@ def grid(most: Sequence[int], longest: int) -> list[np.ndarray]:
 
 def in_turn(lengths: np.ndarray, most: int, count: int) -> list[np.ndarray]:
     """The first microbatches that these lengths give, packed as they come; all of them with a count of 0."""
-    bins = kernel.next_fit(lengths, most)
+    bins = binpack.next_fit(lengths, most)
     return [lengths[bins == b] for b in range(int(bins.max(initial=-1)) + 1)][: count or None]
 
 

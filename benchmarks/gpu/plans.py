@@ -29,10 +29,10 @@ import overlord as ov
 from gpu.bench import COST_HEAD, Bench, Measured, by_microbatch, calibrate, cost_rows, grid, in_turn, told
 from gpu.model import LLAMA_12B, TINY, Shape, Stack
 from gpu.timing import all_seconds, default_folder, device_of, machine, save, table
-from overlord.plan import LoadingPlan
-from overlord.planner.costbase import CostFn
-from overlord.planner.fit import Fitted
-from overlord.planner.strategy import DENSE_12B, packed, vanilla
+from overlord.plan.plan import LoadingPlan
+from overlord.planning.cost.base import CostFn
+from overlord.planning.cost.fit import Fitted
+from overlord.planning.strategies import DENSE_12B, packed, vanilla
 from overlord.sample import Buffer
 from page import command_line
 from profiles import draw

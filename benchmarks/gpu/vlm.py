@@ -28,9 +28,9 @@ import overlord as ov
 from gpu.bench import Bench, by_microbatch, calibrate, grid, in_turn, told
 from gpu.model import LLAMA_12B, TINY, TINY_VIT, VIT_1B, Encoder, Shape, Stack
 from gpu.timing import default_folder, device_of, machine, median_seconds, save, table
-from overlord.plan import LoadingPlan
-from overlord.planner.fit import Fitted
-from overlord.planner.strategy import vanilla, vlm
+from overlord.plan.plan import LoadingPlan
+from overlord.planning.cost.fit import Fitted
+from overlord.planning.strategies import vanilla, vlm
 from overlord.sample import Buffer
 from page import command_line
 from profiles import LONGEST_IMAGE, Samples, draw

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from hops.job import Pieces, Reader
-from overlord.channel.link import TIMEOUT, pair
-from overlord.channel.ring import Ring
-from overlord.channel.server import Server, dial
+from overlord.transport.connection import TIMEOUT, pair
+from overlord.transport.server import Server, dial
+from overlord.transport.shared_memory import Ring
 
 AHEAD = 2
 WAIT_S = 120.0
@@ -172,7 +172,7 @@ class Tcp(Linked):
     transport = "tcp"
 
     def memory(self, nbytes: int) -> Callable[[], np.ndarray]:
-        from overlord.constructor.slabs import SlabPool
+        from overlord.buffer_pool import SlabPool
 
         slabs = SlabPool()
         return lambda: slabs(nbytes)[:nbytes]
@@ -316,7 +316,7 @@ MEANING = {
     BARE: "the same copies in one process and one thread, into reused buffers: one for the message, one for its copy",
     BARE_IN_TURN: f"the same, but messages are gathered into {AHEAD} buffers in turn, as many as the ring has slots",
     BARE_AT_ONCE: "two processes that do the first at the same time, each for itself: two cores share a cache and the memory's bandwidth",
-    "pair": "two threads of one process, `overlord.channel.link.pair`",
+    "pair": "two threads of one process, `overlord.transport.connection.pair`",
     "ring": "two processes, a link over a unix socket: `ring(nbytes)`, gather, `send`; `recv` gives a view",
     "tcp": "two processes, a link over TCP on loopback, into reused buffers",
     "torch queue": "`torch.multiprocessing.Queue`, strategy `file_descriptor`; shared memory is fresh for every message",

@@ -30,7 +30,7 @@ def serve(work: Work, line: Line) -> None:
     overlord_side.prepare(work)
     with contextlib.ExitStack() as stack:
         if on_ray:
-            from overlord.runtime.ray_cluster import cluster
+            from overlord.ray.cluster import cluster
         line.say(ready=True)
         line.hear()
         if on_ray:

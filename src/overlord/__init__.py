@@ -5,42 +5,42 @@ Names are loaded when first used, so that ``import overlord`` costs a trainer no
 
 from __future__ import annotations
 
-from overlord import importpath  # isort: skip  # noqa: F401 - before any import that could find a file of the working directory
+from overlord import import_path  # isort: skip  # noqa: F401 - before any import that could find a file of the working directory
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from overlord.version import __version__
 
 _ERRORS = (
     "OverlordError", "JobError", "SourceError", "StorageError", "TransformError", "PlanError", "StateMismatch", "DataStall", "ActorLost",
     "JournalError", "JournalTaken", "FrameError", "LinkRefused",
 )  # fmt: skip
 _HOME = {
-    "Job": "overlord.job", "Source": "overlord.job", "Batch": "overlord.job",
-    "ClientPlaceTree": "overlord.placetree",
+    "Job": "overlord.job.job", "Source": "overlord.job.job", "Batch": "overlord.batch",
+    "ClientPlaceTree": "overlord.mesh",
     "SampleId": "overlord.sample", "Buffer": "overlord.sample", "Ragged": "overlord.sample",
-    "LoadingPlan": "overlord.plan",
-    "plan_raw": "overlord.hooks", "loader_do_plan": "overlord.hooks", "constructor_do_plan": "overlord.hooks",
-    "Popped": "overlord.hooks", "Assembly": "overlord.hooks",
-    "DGraph": "overlord.planner.dgraph",
-    "hold_long": "overlord.planner.choose",
-    "Routes": "overlord.planner.routes", "Route": "overlord.planner.routes",
-    "register_schedule": "overlord.planner.schedule",
-    "register_balance": "overlord.planner.balance", "register_cost": "overlord.planner.cost",
-    "Tokenize": "overlord.transforms.text", "Images": "overlord.transforms.images",
+    "LoadingPlan": "overlord.plan.plan",
+    "plan_raw": "overlord.planning.raw_plan", "loader_do_plan": "overlord.job.hooks", "constructor_do_plan": "overlord.job.hooks",
+    "Popped": "overlord.job.hooks", "Assembly": "overlord.job.hooks",
+    "DGraph": "overlord.planning.graph.dgraph",
+    "hold_long": "overlord.planning.selection",
+    "Routes": "overlord.plan.routes", "Route": "overlord.plan.routes",
+    "register_schedule": "overlord.planning.schedule",
+    "register_balance": "overlord.planning.balance.balance", "register_cost": "overlord.planning.cost",
+    "Tokenize": "overlord.transforms.tokenize", "Images": "overlord.transforms.images",
     "Tokens": "overlord.transforms.base", "Map": "overlord.transforms.base", "Filter": "overlord.transforms.base",
     "Select": "overlord.transforms.base", "Meta": "overlord.transforms.base",
-    "register_function": "overlord.jobfile",
-    "Factory": "overlord.sources.dataset",
-    "launch": "overlord.runtime.launch", "Session": "overlord.runtime.session",
-    "connect": "overlord.client.connect", "join": "overlord.runtime.join",
+    "register_function": "overlord.jobfile.yaml_file",
+    "Factory": "overlord.sources.python_objects",
+    "launch": "overlord.session.launch", "Session": "overlord.session.session",
+    "connect": "overlord.client.connect", "join": "overlord.session.rendezvous",
     "Client": "overlord.client.client", "Step": "overlord.client.step", "Microbatch": "overlord.client.step",
-    "simulate": "overlord.simulation.engine",
+    "simulate": "overlord.dryrun.virtual_run",
     "Explanation": "overlord.observe.explain",
     **dict.fromkeys(_ERRORS, "overlord.errors"),
 }  # fmt: skip
-_MODULES = {"cost": "overlord.planner.cost", "schedule": "overlord.planner.schedule", "strategy": "overlord.planner.strategy"}
+_MODULES = {"cost": "overlord.planning.cost", "schedule": "overlord.planning.schedule", "strategy": "overlord.planning.strategies"}
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 
@@ -52,8 +52,28 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_HOME[name]), name)
     else:
         raise AttributeError(f"module 'overlord' has no attribute {name!r}")
+    if name == "Job":
+        _bind_files(value)
     globals()[name] = value
     return value
+
+
+def _bind_files(job: Any) -> None:
+    """Bind ``Job.from_yaml`` and ``Job.to_yaml``, whose package lies above ``job``. PyYAML is imported at the first call."""
+
+    def from_yaml(path: Any) -> Any:
+        """Read a job from one YAML file with the same names; relative paths are relative to the file."""
+        from overlord.jobfile.yaml_file import read_job
+
+        return read_job(path)
+
+    def to_yaml(self: Any) -> str:
+        """Write the job as YAML, without fields that have their default."""
+        from overlord.jobfile.yaml_file import write_job
+
+        return write_job(self)
+
+    job.from_yaml, job.to_yaml = staticmethod(from_yaml), to_yaml
 
 
 def __dir__() -> list[str]:
@@ -61,10 +81,12 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from overlord.batch import Batch as Batch
     from overlord.client.client import Client as Client
     from overlord.client.connect import connect as connect
     from overlord.client.step import Microbatch as Microbatch
     from overlord.client.step import Step as Step
+    from overlord.dryrun.virtual_run import simulate as simulate
     from overlord.errors import ActorLost as ActorLost
     from overlord.errors import DataStall as DataStall
     from overlord.errors import FrameError as FrameError
@@ -78,40 +100,38 @@ if TYPE_CHECKING:
     from overlord.errors import StateMismatch as StateMismatch
     from overlord.errors import StorageError as StorageError
     from overlord.errors import TransformError as TransformError
-    from overlord.hooks import Assembly as Assembly
-    from overlord.hooks import Popped as Popped
-    from overlord.hooks import constructor_do_plan as constructor_do_plan
-    from overlord.hooks import loader_do_plan as loader_do_plan
-    from overlord.hooks import plan_raw as plan_raw
-    from overlord.job import Batch as Batch
-    from overlord.job import Job as Job
-    from overlord.job import Source as Source
-    from overlord.jobfile import register_function as register_function
+    from overlord.job.hooks import Assembly as Assembly
+    from overlord.job.hooks import Popped as Popped
+    from overlord.job.hooks import constructor_do_plan as constructor_do_plan
+    from overlord.job.hooks import loader_do_plan as loader_do_plan
+    from overlord.job.job import Job as Job
+    from overlord.job.job import Source as Source
+    from overlord.jobfile.yaml_file import register_function as register_function
+    from overlord.mesh import ClientPlaceTree as ClientPlaceTree
     from overlord.observe.explain import Explanation as Explanation
-    from overlord.placetree import ClientPlaceTree as ClientPlaceTree
-    from overlord.plan import LoadingPlan as LoadingPlan
-    from overlord.planner import cost as cost
-    from overlord.planner import schedule as schedule
-    from overlord.planner import strategy as strategy
-    from overlord.planner.balance import register_balance as register_balance
-    from overlord.planner.choose import hold_long as hold_long
-    from overlord.planner.cost import register_cost as register_cost
-    from overlord.planner.dgraph import DGraph as DGraph
-    from overlord.planner.routes import Route as Route
-    from overlord.planner.routes import Routes as Routes
-    from overlord.planner.schedule import register_schedule as register_schedule
-    from overlord.runtime.join import join as join
-    from overlord.runtime.launch import launch as launch
-    from overlord.runtime.session import Session as Session
+    from overlord.plan.plan import LoadingPlan as LoadingPlan
+    from overlord.plan.routes import Route as Route
+    from overlord.plan.routes import Routes as Routes
+    from overlord.planning import cost as cost
+    from overlord.planning import schedule as schedule
+    from overlord.planning import strategies as strategy  # noqa: F401
+    from overlord.planning.balance.balance import register_balance as register_balance
+    from overlord.planning.cost import register_cost as register_cost
+    from overlord.planning.graph.dgraph import DGraph as DGraph
+    from overlord.planning.raw_plan import plan_raw as plan_raw
+    from overlord.planning.schedule import register_schedule as register_schedule
+    from overlord.planning.selection import hold_long as hold_long
     from overlord.sample import Buffer as Buffer
     from overlord.sample import Ragged as Ragged
     from overlord.sample import SampleId as SampleId
-    from overlord.simulation.engine import simulate as simulate
-    from overlord.sources.dataset import Factory as Factory
+    from overlord.session.launch import launch as launch
+    from overlord.session.rendezvous import join as join
+    from overlord.session.session import Session as Session
+    from overlord.sources.python_objects import Factory as Factory
     from overlord.transforms.base import Filter as Filter
     from overlord.transforms.base import Map as Map
     from overlord.transforms.base import Meta as Meta
     from overlord.transforms.base import Select as Select
     from overlord.transforms.base import Tokens as Tokens
     from overlord.transforms.images import Images as Images
-    from overlord.transforms.text import Tokenize as Tokenize
+    from overlord.transforms.tokenize import Tokenize as Tokenize

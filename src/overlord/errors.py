@@ -7,6 +7,10 @@ Each carries its facts as fields and survives pickling: ``args`` equals the cons
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
 
 
 class OverlordError(Exception):
@@ -175,3 +179,12 @@ class FrameError(OverlordError):
     def __str__(self) -> str:
         where = f"frame, {self.where}" if self.where else "frame"
         return f"{where}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+
+
+class Later(Exception):
+    """Instead of a wait, where the thread must not: what was asked for is to be asked for again by another."""
+
+
+NO_FUNCTION = "strategies, schedules and transforms must be functions of what they are given: no clock, no chance of their own, no memory"

@@ -15,7 +15,10 @@ import numpy as np
 from overlord.errors import PlanError
 
 if TYPE_CHECKING:
-    from overlord.job import Batch
+    from overlord.batch import Batch
+
+if TYPE_CHECKING:
+    from overlord.batch import Batch
 
 
 OBJECTIVES = {"microbatch": "microbatch", "step": "iteration"}  # Job.sync, and what balancing aims at under it
@@ -407,3 +410,6 @@ def _column(value: Any) -> Column | None:
 
 def _are_lengths(column: Column) -> bool:
     return isinstance(column, np.ndarray) and column.dtype.kind in "iu" and (not len(column) or int(column.min()) >= 0)
+
+
+IDS = ("source", "epoch", "file", "row", "part")

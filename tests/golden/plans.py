@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 import overlord as ov
-from overlord.planner.balance import METHODS
-from overlord.planner.methods import BUILT_IN
-from overlord.planner.strategy import STRATEGIES
+from overlord.planning.balance.balance import METHODS
+from overlord.planning.balance.methods import BUILT_IN
+from overlord.planning.strategies import STRATEGIES
 
 FILE = Path(__file__).with_name("plans.json")
 TREES = {"dp=3": ov.ClientPlaceTree(dp=3), "dp=2 cp=2 tp=2": ov.ClientPlaceTree(dp=2, cp=2, tp=2)}

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from overlord.constructor.assembler import Assembler
 from overlord.errors import ActorLost
-from overlord.messages import Attach, Back, Build, Built, Consumed, Deliver, End, Finish, Release, Resume, Stage, Staged
+from overlord.messages.constructor import Build, Built, Deliver, End, Release, Resume, Staged
+from overlord.messages.control import Attach, Back, Consumed, Finish, Stage
 from tests.laws import examples
 
 BUCKET = 4

@@ -16,8 +16,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.messages import Cursor
-from overlord.runtime.bootstrap import Blueprint, Options
+from overlord.messages.control import Cursor
+from overlord.setup.prepared_job import Blueprint, Options
 from tests.backing import Drawing, HostByHand
 from tests.images import IMAGES, parquet
 from tests.laws import examples

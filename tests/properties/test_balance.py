@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overlord.array_order import by_key
 from overlord.errors import PlanError
-from overlord.plan import ROUNDING
-from overlord.planner import cost, kernel, ways
-from overlord.planner.balance import METHODS, Placement, Problem, greedy, joined, karmarkar_karp, place, register_balance, zigzag
-from overlord.planner.kernel import NOWHERE
-from overlord.planner.swaps import even_out
+from overlord.plan.plan import ROUNDING
+from overlord.planning import cost
+from overlord.planning.balance import binpack, placement
+from overlord.planning.balance.balance import METHODS, Placement, Problem, greedy, joined, karmarkar_karp, place, register_balance, zigzag
+from overlord.planning.balance.binpack import NOWHERE
+from overlord.planning.balance.local_search import even_out
 from tests.laws import examples
 
 # Small whole numbers make ties, floats make rounding; sizes on both sides of kernel.FEW_BINS run heap and rounds.
@@ -26,7 +28,7 @@ cost_lists = st.one_of(
 )
 
 BUILT_IN = sorted(METHODS)  # tests below register others in this process
-bin_counts = st.one_of(st.integers(1, 12), st.integers(kernel.FEW_BINS, 90))
+bin_counts = st.one_of(st.integers(1, 12), st.integers(binpack.FEW_BINS, 90))
 
 
 def heap_lpt(costs: list[float], n_bins: int) -> tuple[list[int], list[float]]:
@@ -51,7 +53,7 @@ def loads_of(costs: np.ndarray, bins: np.ndarray, n_bins: int) -> list[float]:
 def test_lpt_gives_every_bin_the_load_that_a_heap_gives_it(costs: list[float], n_bins: int) -> None:
     array = np.array(costs, np.float64)
     bins, loads = heap_lpt(costs, n_bins)
-    found = kernel.lpt(array, n_bins)
+    found = binpack.lpt(array, n_bins)
     assert loads_of(array, found, n_bins) == loads
     assert [int(b) for b, c in zip(found, costs, strict=True) if c > 0] == [b for b, c in zip(bins, costs, strict=True) if c > 0]
 
@@ -59,7 +61,7 @@ def test_lpt_gives_every_bin_the_load_that_a_heap_gives_it(costs: list[float], n
 @given(cost_lists, bin_counts)
 def test_no_bin_is_heavier_than_the_lightest_plus_the_dearest_item(costs: list[float], n_bins: int) -> None:
     array = np.array(costs, np.float64)
-    loads = loads_of(array, kernel.lpt(array, n_bins), n_bins)
+    loads = loads_of(array, binpack.lpt(array, n_bins), n_bins)
     assert max(loads) <= (min(loads) + max(costs, default=0.0)) * (1 + 1e-12)
 
 
@@ -68,27 +70,27 @@ def test_the_order_of_the_items_does_not_change_the_loads(costs: list[float], n_
     shuffled = list(costs)
     random.shuffle(shuffled)
     a, b = np.array(costs, np.float64), np.array(shuffled, np.float64)
-    assert sorted(loads_of(a, kernel.lpt(a, n_bins), n_bins)) == sorted(loads_of(b, kernel.lpt(b, n_bins), n_bins))
+    assert sorted(loads_of(a, binpack.lpt(a, n_bins), n_bins)) == sorted(loads_of(b, binpack.lpt(b, n_bins), n_bins))
 
 
 @given(st.lists(st.floats(0, allow_nan=False, allow_infinity=False), max_size=80), st.lists(st.integers(0, 2**40), max_size=80))
 def test_radix_orders_equal_stable_argsort(values: list[float], keys: list[int]) -> None:
     floats, whole = np.array([*values, -0.0, 0.0]), np.array([*keys, 0], np.int64)
-    for n in (len(floats), kernel.RADIX_FROM):  # repeated until the radix sort takes over
+    for n in (len(floats), binpack.RADIX_FROM):  # repeated until the radix sort takes over
         many = np.resize(floats, n)
-        assert kernel.by_falling(many).tolist() == np.argsort(-many, kind="stable").tolist()
-    for n in (len(whole), kernel.RADIX_FROM):
+        assert binpack.by_falling(many).tolist() == np.argsort(-many, kind="stable").tolist()
+    for n in (len(whole), binpack.RADIX_FROM):
         many = np.resize(whole, n)
-        assert kernel.by_key(many, 2**40 + 1).tolist() == np.argsort(many, kind="stable").tolist()
+        assert by_key(many, 2**40 + 1).tolist() == np.argsort(many, kind="stable").tolist()
 
 
 @pytest.mark.parametrize("least", [1e3, 1e20])
 def test_lpt_is_the_same_where_loads_are_so_uneven_that_few_bins_take_all(least: float) -> None:
     costs = np.concatenate([np.linspace(least, 1000 * least, 64), np.ones(6000)])
-    assert kernel.lpt(costs, 64).tolist() == heap_lpt(costs.tolist(), 64)[0]
+    assert binpack.lpt(costs, 64).tolist() == heap_lpt(costs.tolist(), 64)[0]
 
 
-@given(st.lists(st.integers(0, 4), min_size=kernel.FEW_BINS, max_size=40), st.lists(st.integers(1, 3), max_size=120))
+@given(st.lists(st.integers(0, 4), min_size=binpack.FEW_BINS, max_size=40), st.lists(st.integers(1, 3), max_size=120))
 def test_bins_that_have_a_load_to_begin_with_get_what_a_heap_gives_them(start: list[int], costs: list[int]) -> None:
     heap, wanted = [(float(load), b) for b, load in enumerate(start)], []
     heapq.heapify(heap)
@@ -96,13 +98,13 @@ def test_bins_that_have_a_load_to_begin_with_get_what_a_heap_gives_them(start: l
         load, b = heapq.heappop(heap)
         wanted.append(b)
         heapq.heappush(heap, (load + cost_, b))
-    found = kernel.lpt(np.array(sorted(costs, reverse=True), float), len(start), start=np.array(start, float))
+    found = binpack.lpt(np.array(sorted(costs, reverse=True), float), len(start), start=np.array(start, float))
     assert found.tolist() == wanted
 
 
 def test_items_that_cost_nothing_are_spread_over_the_bins() -> None:
-    assert np.bincount(kernel.lpt(np.zeros(64), 8)).tolist() == [8] * 8
-    assert np.bincount(kernel.lpt(np.zeros(6), 2, 20, np.array([9, 1] * 3))).tolist() == [3, 3], "though 9 + 9 + 9 is too much"
+    assert np.bincount(binpack.lpt(np.zeros(64), 8)).tolist() == [8] * 8
+    assert np.bincount(binpack.lpt(np.zeros(6), 2, 20, np.array([9, 1] * 3))).tolist() == [3, 3], "though 9 + 9 + 9 is too much"
 
 
 @st.composite
@@ -119,7 +121,7 @@ def sized(draw: st.DrawFn, capacity: int = 100) -> tuple[np.ndarray, np.ndarray]
 @given(sized(), bin_counts)
 def test_with_a_capacity_no_bin_overflows_and_items_go_without_only_when_nothing_has_room(items, n_bins: int) -> None:
     costs, sizes = items
-    bins = kernel.lpt(costs, n_bins, 100, sizes)
+    bins = binpack.lpt(costs, n_bins, 100, sizes)
     held = np.bincount(bins[bins >= 0], weights=sizes[bins >= 0], minlength=n_bins)
     assert held.max() <= 100
     if (left := np.flatnonzero(bins == NOWHERE)).size:
@@ -127,11 +129,11 @@ def test_with_a_capacity_no_bin_overflows_and_items_go_without_only_when_nothing
         assert sizes[first] > 100 - held.min()
 
 
-@given(st.integers(0, 10_000), st.integers(kernel.FEW_BINS, 60), st.integers(200, 420))
+@given(st.integers(0, 10_000), st.integers(binpack.FEW_BINS, 60), st.integers(200, 420))
 def test_many_bins_that_are_almost_full_do_not_overflow_though_dear_items_are_small(seed: int, n_bins: int, n: int) -> None:
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 24, n)
-    bins = kernel.lpt(rng.integers(1, 50, n).astype(float), n_bins, 100, sizes)
+    bins = binpack.lpt(rng.integers(1, 50, n).astype(float), n_bins, 100, sizes)
     assert np.bincount(bins[bins >= 0], weights=sizes[bins >= 0], minlength=n_bins).max() <= 100
     assert (bins >= 0).all() or sizes.sum() > 0.7 * 100 * n_bins
 
@@ -147,18 +149,18 @@ def test_few_bins_with_a_capacity_take_the_lightest_that_has_room(items, n_bins:
             break
         b = min(open_, key=lambda b: (loads[b], b))
         wanted[i], loads[b], room[b] = b, loads[b] + costs[i], room[b] - sizes[i]
-    assert kernel.lpt(costs, n_bins, 100, sizes).tolist() == wanted
+    assert binpack.lpt(costs, n_bins, 100, sizes).tolist() == wanted
 
 
-@given(sized(), st.integers(1, 8), st.sampled_from([1, 2, 5, kernel.MANY_BINS, 17]))
+@given(sized(), st.integers(1, 8), st.sampled_from([1, 2, 5, binpack.MANY_BINS, 17]))
 def test_packing_inside_all_parents_at_once_equals_packing_each_alone(items, n_parents: int, n_bins: int) -> None:
     costs, sizes = items
     costs = costs + 1.0
     parent = (np.arange(len(costs)) * 7 % n_parents).astype(np.int32)
-    found = kernel.pack_inside(parent, costs, sizes, n_parents=n_parents, n_bins=n_bins)
+    found = binpack.pack_inside(parent, costs, sizes, n_parents=n_parents, n_bins=n_bins)
     for p in range(n_parents):
         mine = parent == p
-        assert found[mine].tolist() == kernel.lpt(costs[mine], n_bins).tolist()
+        assert found[mine].tolist() == binpack.lpt(costs[mine], n_bins).tolist()
 
 
 def plain_next_fit(sizes: list[int], capacity: int) -> list[int]:
@@ -175,8 +177,8 @@ def plain_next_fit(sizes: list[int], capacity: int) -> list[int]:
 def test_next_fit_opens_a_bin_only_when_the_next_item_does_not_fit(items, n_parents: int) -> None:
     sizes = items[1]
     parent = (np.arange(len(sizes)) * 5 % n_parents).astype(np.int32)
-    assert kernel.next_fit(sizes, 100).tolist() == plain_next_fit(sizes.tolist(), 100)
-    inside = kernel.next_fit_inside(parent, sizes, n_parents, 100)
+    assert binpack.next_fit(sizes, 100).tolist() == plain_next_fit(sizes.tolist(), 100)
+    inside = binpack.next_fit_inside(parent, sizes, n_parents, 100)
     for p in range(n_parents):
         assert inside[parent == p].tolist() == plain_next_fit(sizes[parent == p].tolist(), 100)
 
@@ -184,7 +186,7 @@ def test_next_fit_opens_a_bin_only_when_the_next_item_does_not_fit(items, n_pare
 @given(sized(), bin_counts)
 def test_best_fit_never_overflows(items, n_bins: int) -> None:
     sizes = items[1]
-    bins = kernel.best_fit(sizes, n_bins, 100)
+    bins = binpack.best_fit(sizes, n_bins, 100)
     held = np.bincount(bins[bins >= 0], weights=sizes[bins >= 0], minlength=n_bins)
     assert held.max() <= 100
     assert (bins >= 0).all() or held.min() + sizes[bins == NOWHERE].max() > 100
@@ -194,7 +196,7 @@ def test_best_fit_never_overflows(items, n_bins: int) -> None:
 def test_what_a_method_puts_into_full_bins_is_settled_where_there_is_room(items, n_bins: int) -> None:
     costs, sizes = items
     bins = np.where(np.arange(len(costs)) % 3, 0, NOWHERE).astype(np.int32)  # all into one, or nowhere
-    settled = kernel.settle(bins, costs, sizes, n_bins, 100)
+    settled = binpack.settle(bins, costs, sizes, n_bins, 100)
     held = np.bincount(settled[settled >= 0], weights=sizes[settled >= 0], minlength=n_bins)
     assert held.max() <= 100
     left = np.flatnonzero(settled == NOWHERE)
@@ -206,9 +208,9 @@ def test_what_a_method_puts_into_full_bins_is_settled_where_there_is_room(items,
 def test_filling_up_keeps_both_bounds_and_leaves_nothing_out_that_has_room(items, n_bins: int, dearness: int) -> None:
     costs, sizes = items
     most = dearness * max(costs.max(initial=0.0), 1.0)
-    order = kernel.by_falling(sizes.astype(np.float64))
+    order = binpack.by_falling(sizes.astype(np.float64))
     taken = np.empty(len(order), np.int32)
-    taken[order] = kernel.fill_up(order, costs, sizes, n_bins=n_bins, capacity=100, most=most)
+    taken[order] = binpack.fill_up(order, costs, sizes, n_bins=n_bins, capacity=100, most=most)
     there = taken >= 0
     held = np.bincount(taken[there], weights=sizes[there], minlength=n_bins)
     load = np.bincount(taken[there], weights=costs[there], minlength=n_bins)
@@ -240,7 +242,7 @@ def plain_fill_up(sizes: list[int], costs: list[float], n_bins: int, capacity: i
 def test_filling_up_many_rounds_at_once_equals_round_by_round(items: list[tuple[int, int]], n_bins: int, most: int) -> None:
     items = sorted(items, key=lambda item: -item[0])
     sizes, costs = np.array([s for s, _ in items], np.int64), np.array([c for _, c in items], float)
-    found = kernel.fill_up(np.arange(len(items)), costs, sizes, n_bins=n_bins, capacity=50, most=float(most))
+    found = binpack.fill_up(np.arange(len(items)), costs, sizes, n_bins=n_bins, capacity=50, most=float(most))
     assert found.tolist() == plain_fill_up(sizes.tolist(), costs.tolist(), n_bins, 50, float(most))
 
 
@@ -248,9 +250,9 @@ def test_filling_up_many_rounds_at_once_equals_round_by_round(items: list[tuple[
 def test_the_tightest_bins_are_the_same_in_one_sweep_and_parent_by_parent(items, n_parents: int, n_bins: int) -> None:
     costs, sizes = items
     parent = (np.arange(len(costs)) * 7 % n_parents).astype(np.int32)
-    swept = kernel.pack_inside(parent, costs, sizes, n_parents=n_parents, n_bins=n_bins, capacity=100, tight=True)
+    swept = binpack.pack_inside(parent, costs, sizes, n_parents=n_parents, n_bins=n_bins, capacity=100, tight=True)
     for p in range(n_parents):
-        alone = kernel.best_fit(sizes[parent == p], n_bins, 100, lowest=True)
+        alone = binpack.best_fit(sizes[parent == p], n_bins, 100, lowest=True)
         assert (alone == NOWHERE).any() == (swept[parent == p] == NOWHERE).any()
         assert (alone == NOWHERE).any() or alone.tolist() == swept[parent == p].tolist()
 
@@ -421,7 +423,7 @@ def lengths(profile: str, n: int, seed: int, context: int) -> tuple[np.ndarray, 
 
 def excess(problem: Problem, found: Placement) -> float:
     """Of the slowest rank over the bound that no placement can pass, in percent."""
-    return 100 * (ways.heaviest(problem, found) / problem.bound() - 1)
+    return 100 * (placement.heaviest(problem, found) / problem.bound() - 1)
 
 
 @pytest.mark.parametrize("profile", ["coyo", "navit"])
@@ -440,7 +442,7 @@ def test_ranks_that_meet_after_every_microbatch_hardly_wait(profile: str, contex
     for n_buckets, seed in ((8, 0), (64, 0), (64, 1), (256, 0)):
         costs, sizes = lengths(profile, n_buckets * per_rank, seed, context)
         problem = Problem(costs=costs, sizes=sizes, n_buckets=n_buckets, capacity=context)
-        assert ways.waited(problem, place(problem, objective="microbatch")) <= most * costs.sum() / n_buckets
+        assert placement.waited(problem, place(problem, objective="microbatch")) <= most * costs.sum() / n_buckets
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 8, 32])
@@ -459,7 +461,7 @@ def test_ranks_that_meet_after_every_microbatch_wait_less_with_that_objective(se
     costs, sizes = skewed(64 * 64, seed)
     problem = Problem(costs=costs, sizes=sizes, n_buckets=64, capacity=16_384)
     once, often = place(problem), place(problem, objective="microbatch")
-    assert ways.waited(problem, often) < 0.98 * ways.waited(problem, once)
+    assert placement.waited(problem, often) < 0.98 * placement.waited(problem, once)
 
 
 @pytest.mark.parametrize("context", [4096, 8192, 16_384])
@@ -468,8 +470,8 @@ def test_interleaved_waits_less_than_one_objective_and_is_together_better_than_t
     costs, sizes = lengths("navit", 64 * per_rank, 0, context)
     problem = Problem(costs=costs, sizes=sizes, n_buckets=64, capacity=context, spare=False)
     once, often, both = place(problem), place(problem, objective="microbatch"), place(problem, level="interleaved")
-    assert ways.waited(problem, both) <= ways.waited(problem, once)
-    together = [ways.waited(problem, found) + ways.heaviest(problem, found) for found in (both, often)]
+    assert placement.waited(problem, both) <= placement.waited(problem, once)
+    together = [placement.waited(problem, found) + placement.heaviest(problem, found) for found in (both, often)]
     assert together[0] <= together[1]
 
 
@@ -500,9 +502,9 @@ def test_a_step_too_full_for_one_way_is_packed_by_the_next_before_it_gets_anothe
 def test_a_step_so_full_that_ranks_come_out_uneven_gets_one_microbatch_more_if_it_gets_more_than_asked_for_anyway() -> None:
     costs, sizes = np.array([8.0, 1.0, 2.0, 8.0, 8.0, 8.0, 8.0]), np.array([50, 60, 60, 50, 100, 100, 100])
     packed = Problem(costs=costs, sizes=sizes, n_buckets=3, capacity=100)
-    assert (place(packed).n_microbatches, ways.heaviest(packed, place(packed))) == (3, 16.0)
+    assert (place(packed).n_microbatches, placement.heaviest(packed, place(packed))) == (3, 16.0)
     for kept in (replace(packed, spare=False), replace(packed, microbatches=2)):  # padded; or two are enough, as asked for
-        assert (place(kept).n_microbatches, ways.heaviest(kept, place(kept))) == (2, 17.0)
+        assert (place(kept).n_microbatches, placement.heaviest(kept, place(kept))) == (2, 17.0)
 
 
 def test_samples_as_long_as_the_context_fill_their_microbatches_exactly() -> None:

@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.loader.buffer import Shelf
+from overlord.dryrun.virtual_run import Delays, VirtualExecutor
 from overlord.loader.reader import SourceReader
-from overlord.messages import Evaluate, Pop, Read, Refill, Stage, Told
-from overlord.runtime.bootstrap import Blueprint, Options
-from overlord.runtime.host import Done, Host
-from overlord.simulation.engine import Delays, VirtualExecutor
+from overlord.loader.sample_buffer import Shelf
+from overlord.messages.client import Told
+from overlord.messages.control import Refill, Stage
+from overlord.messages.loader import Evaluate, Pop, Read
+from overlord.session.local_runtime import Done, Host
+from overlord.setup.prepared_job import Blueprint, Options
 from tests.laws import examples
 from tests.worlds import Rows
 
@@ -228,7 +230,7 @@ def test_nothing_grows_over_a_long_run(loaders: int) -> None:
 
 
 def test_the_list_of_quarantined_rows_is_bounded_and_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overlord.planner.spec.KEPT_BAD", 50)
+    monkeypatch.setattr("overlord.planning.spec.KEPT_BAD", 50)
     held = Held(job_of([8], 1, until=400, rows=23, bad=True), 0)
     held.run()
     assert len(held.host.planner.ledger.quarantine) == 50
@@ -236,7 +238,7 @@ def test_the_list_of_quarantined_rows_is_bounded_and_all_are_counted(monkeypatch
 
 
 def test_a_pool_of_slabs_keeps_within_its_bytes_whatever_is_asked_for() -> None:
-    from overlord.constructor.slabs import SlabPool
+    from overlord.buffer_pool import SlabPool
 
     pool, kept = SlabPool(max_bytes=2**20), list[np.ndarray]()
     rng = random.Random(0)

@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
+from overlord.journal.checkpoint import Interval, changed, changes, snapshot
+from overlord.journal.checkpoint_codec import packed, unpacked
+from overlord.journal.job_journal import Journal, entries
 from overlord.journal.log import read_all
 from overlord.journal.record import Record
-from overlord.messages import AddSource, Cursor, Report, SetMixture, Skip, Stage, StreamState
-from overlord.planner.events import Log
-from overlord.recovery.checkpoint import Interval, changed, changes, snapshot
-from overlord.recovery.packing import packed, unpacked
-from overlord.recovery.replay import Recovered
-from overlord.runtime.bootstrap import Blueprint, exported
-from overlord.runtime.journalling import Journal, entries
-from overlord.runtime.options import Options
-from overlord.runtime.session import Session
-from overlord.runtime.written import Beginning
+from overlord.journal.replay import Recovered
+from overlord.journal.write_ahead import Beginning
+from overlord.messages.control import AddSource, Cursor, Report, SetMixture, Skip, Stage, StreamState
+from overlord.planning.events import Log
+from overlord.session.session import Session
+from overlord.setup.options import Options
+from overlord.setup.prepared_job import Blueprint, exported
 from tests.journals import Memory
 from tests.laws import examples
 from tests.properties.test_feedback import Chaser, trainer

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
+from overlord.dryrun.virtual_run import Add, Run
 from overlord.hashing import key64, keyed_hash
-from overlord.messages import SetMixture, Skip
-from overlord.simulation.engine import Add, Run
+from overlord.messages.control import SetMixture, Skip
 from tests.laws import examples
 from tests.properties.test_feedback import Chaser, some, trainer
 from tests.properties.test_look_ahead import Taste

@@ -11,12 +11,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overlord.buffer_pool import SlabPool
 from overlord.constructor import compact as module
+from overlord.constructor.batch_arrays import Wide
 from overlord.constructor.compact import IDS, Widening, build_compact, form_of, narrowest, seen
-from overlord.constructor.microbatch import build_wide, fresh
-from overlord.constructor.slabs import SlabPool
-from overlord.constructor.views import View, of_stage
-from overlord.constructor.wide import Wide
+from overlord.constructor.pack import build_wide, fresh
+from overlord.constructor.rank_views import of_stage
+from overlord.plan.rank_view import View
 from tests.properties.test_microbatch import steps
 
 VIEWS = [View(first=first, last=last) for first in (True, False) for last in (True, False)]

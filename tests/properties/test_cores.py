@@ -17,36 +17,16 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.constructor.assembler import Assembler
-from overlord.job import UNIT
+from overlord.job.job import UNIT
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader, _not_before
-from overlord.messages import (
-    Announce,
-    Attach,
-    Build,
-    Built,
-    Consumed,
-    Cursor,
-    Deliver,
-    Detach,
-    End,
-    Evaluate,
-    Finish,
-    Pop,
-    Read,
-    ReadFailed,
-    Refill,
-    Release,
-    SetMixture,
-    Skip,
-    Stage,
-    Staged,
-    StreamState,
-)  # fmt: skip
-from overlord.planner.draw import Drawer, Drawn, Short, draw_counts, whole_weights
-from overlord.planner.stream import SourceStream
-from overlord.runtime.bootstrap import Blueprint, Options
-from overlord.sources.handles import ChunkReader
+from overlord.messages.constructor import Build, Built, Deliver, End, Release, Staged
+from overlord.messages.control import Attach, Consumed, Cursor, Detach, Finish, Refill, SetMixture, Skip, Stage, StreamState
+from overlord.messages.loader import Announce, Evaluate, Pop, Read, ReadFailed  # fmt: skip
+from overlord.planning.draw import Drawer, Drawn, Short, draw_counts, whole_weights
+from overlord.planning.stream import SourceStream
+from overlord.setup.prepared_job import Blueprint, Options
+from overlord.sources.chunk_reader import ChunkReader
 from tests.laws import examples
 from tests.properties.test_merge import make_found
 from tests.properties.test_stream import delivered, fingerprint, in_order, run, wanted

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from overlord.messages import Part, Placed, Sealed, Stage
-from overlord.plan import Assignment, LoadingPlan
-from overlord.planner.cut import Cuts, Cutter, spread
+from overlord.cluster.plan_router import Cuts, Cutter, spread
+from overlord.messages.control import Part, Placed, Sealed, Stage
+from overlord.plan.plan import Assignment, LoadingPlan
 from tests.laws import examples
 
 AFTER = Sealed(1, np.zeros(3, np.uint8))

@@ -9,14 +9,14 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.constructor.builder import StagedStep
-from overlord.constructor.encoding import PixelForm, encoder_inputs
-from overlord.messages import Encoding, Sealed, Stage
-from overlord.plan import LoadingPlan
-from overlord.planner.cut import Cuts, Cutter, Imaging
-from overlord.planner.encoding import Encodings
+from overlord.cluster.plan_router import Cuts, Cutter, Imaging
+from overlord.constructor.build import StagedStep
+from overlord.constructor.images import PixelForm, encoder_inputs
+from overlord.messages.control import Encoding, Sealed, Stage
+from overlord.plan.plan import LoadingPlan
+from overlord.planning.images.encoding import Encodings
 from overlord.sample import Content, Items, Ragged, Scattered
-from overlord.transforms.pixels import Prefix
+from overlord.transforms.image_items import Prefix
 from tests.laws import examples
 
 AFTER = Sealed(1, np.zeros(3, np.uint8))

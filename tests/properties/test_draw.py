@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.job import UNIT
-from overlord.planner.draw import Drawer, Drawn, draw_counts, random_counts, step_order, whole_weights
+from overlord.job.job import UNIT
+from overlord.planning.draw import Drawer, Drawn, draw_counts, random_counts, step_order, whole_weights
 
 weights = st.lists(st.floats(0, 1e6, allow_nan=False), min_size=1, max_size=40).filter(lambda w: sum(w) > 0)
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.messages import Report, SetMixture, Skip
-from overlord.planner.feedback import reduced
-from overlord.planner.schedule import bind
-from overlord.simulation.engine import Add, Run
+from overlord.dryrun.virtual_run import Add, Run
+from overlord.messages.control import Report, SetMixture, Skip
+from overlord.planning.feedback import reduced
+from overlord.planning.schedule import bind
 from tests.laws import examples
 from tests.properties.test_stream import delivered, fingerprint
 from tests.reference import reference_stream

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.scaling.fleet import Constants, Fleet, colocated, connecting_s, connections, overlord
-from overlord.scaling.traffic import arrivals
+from overlord.dryrun.arrivals import arrivals
+from overlord.dryrun.machines import Constants, Fleet, colocated, connecting_s, connections, overlord
 from tests.laws import examples
 
 ONES = Constants(**{f.name: 1.0 for f in fields(Constants)})

@@ -16,18 +16,18 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import overlord as ov
+from overlord.batch import Batch
+from overlord.cluster.plan_history import Past
+from overlord.dryrun.virtual_run import Add
 from overlord.errors import PlanError
-from overlord.job import Batch
-from overlord.messages import AddSource, Announce, Attach, Consumed, Cursor, Finish, Open, Pop, Refill, Report, SetMixture, Skip, Stage
-from overlord.placetree import ClientPlaceTree
-from overlord.planner.events import said_of_all
-from overlord.planner.planner import Planner
-from overlord.planner.spec import NewSource, PlannerSpec, SourceSpec, initial_state
-from overlord.planner.strategy import resolve
-from overlord.recovery import STRIDE
-from overlord.recovery.past import Past
-from overlord.runtime.bootstrap import Blueprint, Options, schedule_of
-from overlord.simulation.engine import Add
+from overlord.mesh import ClientPlaceTree
+from overlord.messages.control import STRIDE, AddSource, Attach, Consumed, Cursor, Finish, Open, Refill, Report, SetMixture, Skip, Stage
+from overlord.messages.loader import Announce, Pop
+from overlord.planning.events import said_of_all
+from overlord.planning.planner import Planner
+from overlord.planning.spec import NewSource, PlannerSpec, SourceSpec, initial_state
+from overlord.planning.strategies import resolve
+from overlord.setup.prepared_job import Blueprint, Options, schedule_of
 from tests.laws import examples
 from tests.properties.test_combined import LAG, Scene, plain, scenes
 from tests.properties.test_cores import Nowhere, outcome_of

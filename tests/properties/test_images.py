@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.sample import Ragged
-from overlord.transforms.imagefile import BadImage, Header, header
-from overlord.transforms.imagerows import with_placeholders
+from overlord.transforms.image_header import BadImage, Header, header
+from overlord.transforms.image_items import MAX_TOKENS, fill, item_shape
+from overlord.transforms.image_rows import with_placeholders
 from overlord.transforms.images import Images, chances, fit
-from overlord.transforms.pixels import MAX_TOKENS, fill, item_shape
 from tests.laws import examples
 from tests.pictures import FILES
 

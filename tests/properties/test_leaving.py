@@ -17,13 +17,13 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 import overlord as ov
+from overlord.dryrun.virtual_run import Run
 from overlord.errors import PlanError, StorageError
-from overlord.messages import SourceLost
-from overlord.planner.saved import event_in, event_out
-from overlord.runtime import bootstrap
-from overlord.simulation.engine import Run
+from overlord.messages.control import SourceLost
+from overlord.planning.state_json import event_in, event_out
+from overlord.setup import prepared_job
 from overlord.sources.base import RawSlice
-from overlord.sources.handles import ChunkReader
+from overlord.sources.chunk_reader import ChunkReader
 from tests.laws import examples
 from tests.properties.test_combined import LAG, Scene, plain, scenes
 from tests.properties.test_feedback import trainer
@@ -44,7 +44,7 @@ def failing(after: dict[str, int]) -> Iterator[None]:
                     raise StorageError(name, "the disk is gone", "a file")
             return super().slice(chunk, t)
 
-    with patch.object(bootstrap, "ChunkReader", Failing):
+    with patch.object(prepared_job, "ChunkReader", Failing):
         yield
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.hashing import key64, keyed_hash
-from overlord.messages import SetMixture
+from overlord.messages.control import SetMixture
 from tests.laws import examples
 from tests.properties.test_stream import Sample, _state_after, delivered, fingerprint, in_order, run
 from tests.reference import reference_stream

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.errors import JobError
-from overlord.runtime.engines import budgeted
-from overlord.runtime.options import Options
-from overlord.scaling import budget
-from overlord.scaling.budget import BUILDER_BYTES, HOST_BYTES, LEAST, WINDOW_BYTES, Budget, parse_bytes, shown, split
+from overlord.scaling import memory_budget
+from overlord.scaling.memory_budget import BUILDER_BYTES, HOST_BYTES, LEAST, WINDOW_BYTES, Budget, parse_bytes, shown, split
+from overlord.session.runtime import budgeted
+from overlord.setup.options import Options
 from tests.laws import examples
 from tests.properties.test_budget import Held, job_of
 
@@ -88,8 +88,8 @@ def test_what_was_said_apart_makes_its_part_only_smaller() -> None:
 def test_in_a_run_nothing_is_held_beyond_the_budget(total: int, sources: int, lengths: tuple[int, ...], seed: int) -> None:
     """Beyond it: a block of rows that was being evaluated, and the one slab or open file that alone is larger."""
     with pytest.MonkeyPatch.context() as patch:  # of the size of these jobs
-        patch.setattr(budget, "WINDOW_BYTES", 256)
-        patch.setattr(budget, "LEAST", 512)
+        patch.setattr(memory_budget, "WINDOW_BYTES", 256)
+        patch.setattr(memory_budget, "LEAST", 512)
         job = job_of(list(lengths), sources)
         options = budgeted("local", job, Options(memory=total, read_ahead=64))
     held = Held(

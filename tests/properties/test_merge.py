@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import SourceError
-from overlord.messages import Announce, Cursor, Found, Long
-from overlord.planner.stream import SourceStream
+from overlord.messages.control import Cursor
+from overlord.messages.loader import Announce, Found, Long
+from overlord.planning.stream import SourceStream
 
 Row = tuple[int, int, bool, int]  # (key, row, good, tokens lost); neither good nor without loss: dropped by on_long
 

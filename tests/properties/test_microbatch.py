@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.constructor import microbatch as module
-from overlord.constructor.microbatch import build, valid_tokens
-from overlord.job import Batch
+from overlord.batch import Batch
+from overlord.constructor import pack as module
+from overlord.constructor.pack import build, valid_tokens
 
 CONTEXT = 24
 

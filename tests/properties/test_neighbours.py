@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.messages import Evaluate, Read
-from overlord.runtime.bootstrap import Blueprint, Options
-from overlord.sources.dataset import Factory
+from overlord.messages.loader import Evaluate, Read
+from overlord.setup.prepared_job import Blueprint, Options
+from overlord.sources.python_objects import Factory
 from tests.corpus import SUFFIX, pack
 from tests.reading import read_all
 

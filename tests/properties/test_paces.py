@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.planner.paces import Paces
+from overlord.planning.rank_progress import Paces
 from tests.laws import examples
 
 SAID = st.lists(st.tuples(st.sampled_from(["took", "came", "went"]), st.integers(0, 5), st.integers(-1, 9)), max_size=60)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.runtime.hosting import SourceLoad, plan_hosts
 from overlord.scaling.levels import clusters_of
+from overlord.scaling.loader_placement import SourceLoad, plan_hosts
 from overlord.scaling.partition import HOST_BYTES, Limits, Partition, Resources, partition
 from tests.laws import examples
 

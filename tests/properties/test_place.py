@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.job import Batch
-from overlord.placetree import AXES, BROADCASTS, BUCKET_AXES, ClientPlaceTree
-from overlord.planner.strategy import resolve
+from overlord.batch import Batch
+from overlord.mesh import AXES, BROADCASTS, BUCKET_AXES, ClientPlaceTree
+from overlord.planning.strategies import resolve
 from overlord.sample import Buffer
 
 ORDERS = list(itertools.permutations(AXES))
@@ -125,7 +125,7 @@ def test_a_printed_tree_names_every_rank_or_says_that_there_are_more(tree: Clien
     broadcasts,
 )
 def test_every_bucket_of_a_plan_is_fetched_by_ranks_that_reach_each_of_its_ranks(tree, axis: str, dims: list[str]) -> None:
-    from overlord.planner.dgraph import DGraph
+    from overlord.planning.graph.dgraph import DGraph
 
     buffer = Buffer.from_columns({"web": {"tokens": [5, 9, 3, 8]}}, batch=Batch(samples=4, context=64))
     plan = DGraph.from_buffer(buffer, tree).mix([1.0]).distribute(axis).balance("none").broadcast_at(*dims).plan()
@@ -138,7 +138,7 @@ def test_every_bucket_of_a_plan_is_fetched_by_ranks_that_reach_each_of_its_ranks
 
 @pytest.mark.parametrize("dims", [(), ("TP",), ("TP", "CP"), ("DP",)])
 def test_the_digest_tells_who_fetches_but_not_a_broadcast_that_changes_nothing(dims: tuple[str, ...]) -> None:
-    from overlord.planner.dgraph import DGraph
+    from overlord.planning.graph.dgraph import DGraph
 
     buffer = Buffer.from_columns({"web": {"tokens": [5, 9, 3, 8]}}, batch=Batch(samples=4, context=64))
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overlord.batch import Batch
 from overlord.errors import JobError, PlanError
-from overlord.job import Batch
-from overlord.placetree import ClientPlaceTree
-from overlord.plan import LoadingPlan
-from overlord.planbytes import MAGIC
-from overlord.planner.dgraph import DGraph
-from overlord.planner.strategy import STRATEGIES, resolve
+from overlord.mesh import ClientPlaceTree
+from overlord.plan.codec import MAGIC
+from overlord.plan.plan import LoadingPlan
+from overlord.planning.graph.dgraph import DGraph
+from overlord.planning.strategies import STRATEGIES, resolve
 from overlord.sample import Buffer
 from tests.laws import examples
 

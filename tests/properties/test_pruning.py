@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import JournalError
-from overlord.journal.chain import read_part
+from overlord.journal import job_journal
+from overlord.journal.checkpoint import REWIND, SNAPSHOT, Entry, Interval, plan, snapshot
+from overlord.journal.job_journal import Journal, entries
 from overlord.journal.log import read, read_all
 from overlord.journal.record import Record
-from overlord.messages import AddSource, StreamState
-from overlord.planner.events import widened
-from overlord.recovery.checkpoint import REWIND, SNAPSHOT, Entry, Interval, plan, snapshot
-from overlord.recovery.replay import Recovered
-from overlord.runtime import journalling
-from overlord.runtime.journalling import Journal, entries
+from overlord.journal.replay import Recovered
+from overlord.journal.segments import read_part
+from overlord.messages.control import AddSource, StreamState
+from overlord.planning.events import widened
 from tests.journals import Memory
 from tests.laws import examples
 
@@ -138,7 +138,7 @@ ACTIONS = st.tuples(st.sampled_from(("plan", "take", "take", "take", "restart", 
 @examples(150)
 def test_whatever_was_pruned_the_rest_says_where_the_stream_stands(script: list[tuple[str, int]], whole: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journalling, "SEGMENT_BYTES", SEGMENT_BYTES)
+        patch.setattr(job_journal, "SEGMENT_BYTES", SEGMENT_BYTES)
         job = Writing(whole)
         for action, n in script:
             getattr(job, action)(n)
@@ -184,7 +184,7 @@ def test_a_job_that_goes_far_back_keeps_nothing_of_what_was_before(whole: bool) 
 def test_what_a_job_that_went_back_was_killed_over_removing_goes_when_the_next_one_prunes(
     whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journalling, "SEGMENT_BYTES", SEGMENT_BYTES)
+    monkeypatch.setattr(job_journal, "SEGMENT_BYTES", SEGMENT_BYTES)
     job = Writing(whole)
     for _ in range(20):
         job.take(5)

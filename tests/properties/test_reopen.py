@@ -19,15 +19,16 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.job import Batch
-from overlord.messages import Announce, Attach, Consumed, Cursor, Forget, Found, Open, Refill, Reopen, Stage
-from overlord.placetree import ClientPlaceTree
-from overlord.planner.planner import Planner
-from overlord.planner.spec import PlannerSpec, SourceSpec
-from overlord.planner.strategy import resolve
-from overlord.runtime.bootstrap import Blueprint, Options
-from overlord.runtime.loading import Loading
-from overlord.simulation.engine import Moved, Run
+from overlord.batch import Batch
+from overlord.dryrun.virtual_run import Moved, Run
+from overlord.loader.service import Loading
+from overlord.mesh import ClientPlaceTree
+from overlord.messages.control import Attach, Consumed, Cursor, Forget, Open, Refill, Reopen, Stage
+from overlord.messages.loader import Announce, Found
+from overlord.planning.planner import Planner
+from overlord.planning.spec import PlannerSpec, SourceSpec
+from overlord.planning.strategies import resolve
+from overlord.setup.prepared_job import Blueprint, Options
 from tests.laws import examples
 from tests.properties.test_combined import LAG, Scene, plain, scenes
 from tests.properties.test_feedback import trainer

@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from overlord.messages import StreamState
-from overlord.planner.spec import Ledger
-from overlord.runtime.bootstrap import Blueprint, Options
+from overlord.messages.control import StreamState
+from overlord.planning.spec import Ledger
+from overlord.setup.prepared_job import Blueprint, Options
 from tests.fleets import Delivered, Fleet
 from tests.laws import examples
 from tests.properties.test_stream import wanted

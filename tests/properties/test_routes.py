@@ -11,13 +11,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overlord.batch import Batch
 from overlord.errors import PlanError
-from overlord.job import Batch
-from overlord.placetree import ClientPlaceTree
-from overlord.plan import LoadingPlan
-from overlord.planner.dgraph import DGraph
-from overlord.planner.routes import Routes
-from overlord.planner.strategy import resolve, vlm
+from overlord.mesh import ClientPlaceTree
+from overlord.plan.plan import LoadingPlan
+from overlord.plan.routes import Routes
+from overlord.planning.graph.dgraph import DGraph
+from overlord.planning.strategies import resolve, vlm
 from overlord.sample import Buffer, Ragged
 from tests.laws import examples
 

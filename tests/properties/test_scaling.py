@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from overlord.scaling.needs import Demand, cores_used, needs_of
 from overlord.scaling.scaler import Limits, Observed, Scale, Scaler, SourceSeen
-from overlord.scaling.sharing import kept, spread, widened
+from overlord.scaling.shards import kept, spread, widened
 from overlord.scaling.threads import measured_part, useful, worth
 from tests.laws import examples
 

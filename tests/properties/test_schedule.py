@@ -16,11 +16,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import overlord as ov
+from overlord.batch import Batch
 from overlord.errors import JobError
-from overlord.job import Batch, Job, Source
-from overlord.planner import wholemath
-from overlord.planner.draw import whole_weights
-from overlord.planner.schedulebase import shares
+from overlord.job.job import Job, Source
+from overlord.planning import integer_math
+from overlord.planning.draw import whole_weights
+from overlord.planning.schedule.base import shares
 
 S = ov.schedule
 NAMES = ("a", "b", "c", "d")
@@ -286,21 +287,21 @@ def test_reports_of_others_change_nothing(schedule: Any, history: list[dict[str,
 @law
 @given(st.floats(-100, 0), st.floats(-100, 0))
 def test_the_exponential_is_the_exponential(x: float, y: float):
-    assert abs(wholemath.exp_down(x) - math.exp(x)) < 1e-16
-    assert wholemath.exp_down(min(x, y)) <= wholemath.exp_down(max(x, y))
+    assert abs(integer_math.exp_down(x) - math.exp(x)) < 1e-16
+    assert integer_math.exp_down(min(x, y)) <= integer_math.exp_down(max(x, y))
 
 
 @law
 @given(st.floats(5e-324, 1.7e308))
 def test_the_logarithm_is_the_logarithm(x: float):
-    assert wholemath.log(x) / wholemath.ONE == pytest.approx(math.log(x), rel=1e-15, abs=1e-15)
+    assert integer_math.log(x) / integer_math.ONE == pytest.approx(math.log(x), rel=1e-15, abs=1e-15)
 
 
 @law
 @given(st.integers(1, 10**9), st.data())
 def test_the_cosine_is_the_cosine(n: int, data: st.DataObject):
     k = data.draw(st.integers(0, n))
-    assert wholemath.half_cosine(k, n) == pytest.approx((1 - math.cos(math.pi * k / n)) / 2, abs=1e-15)
+    assert integer_math.half_cosine(k, n) == pytest.approx((1 - math.cos(math.pi * k / n)) / 2, abs=1e-15)
 
 
 def test_results_are_fixed_to_the_last_bit():

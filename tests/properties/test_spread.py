@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.errors import PlanError
-from overlord.plan import LoadingPlan
-from overlord.planner import ways
-from overlord.planner.balance import Placement, Problem, place
-from overlord.planner.spread import LITTLE, even_marks, none_empty
-from overlord.planner.strategy import STRATEGIES, vlm
+from overlord.plan.plan import LoadingPlan
+from overlord.planning.balance import placement
+from overlord.planning.balance.balance import Placement, Problem, place
+from overlord.planning.balance.spread import LITTLE, even_marks, none_empty
+from overlord.planning.strategies import STRATEGIES, vlm
 from tests import reference_place
 from tests.laws import examples
 from tests.properties.test_balance import problems
@@ -223,7 +223,7 @@ def test_with_one_microbatch_both_objectives_give_the_same_plan() -> None:
     problem = Problem(costs=costs, sizes=costs.astype(np.int64) // 8, n_buckets=8, capacity=1 << 30)
     once, often = place(problem), place(problem, objective="microbatch")
     assert (once.way, bins_of(once).tolist()) == (often.way, bins_of(often).tolist())
-    assert ways.waited(problem, often) == pytest.approx(ways.heaviest(problem, once))
+    assert placement.waited(problem, often) == pytest.approx(placement.heaviest(problem, once))
 
 
 def test_a_buffer_with_an_unknown_sync_is_refused_by_name() -> None:

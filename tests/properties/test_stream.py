@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.hashing import digest
-from overlord.messages import Told
+from overlord.messages.client import Told
 from tests.laws import examples
 from tests.reference import reference_stream
 from tests.worlds import World, folder, some_steps, worlds
@@ -180,7 +180,7 @@ def test_within_an_epoch_every_row_lands_once_or_in_quarantine(world: World, see
 
 
 def _state_after(job: ov.Job, step: ov.Step) -> dict[str, Any]:
-    from overlord.runtime.bootstrap import Blueprint, Options
+    from overlord.setup.prepared_job import Blueprint, Options
 
     return Blueprint(job, Options()).export(step._told.after)
 

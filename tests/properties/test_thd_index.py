@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.constructor.views import join, slice_index
+from overlord.constructor.rank_views import join, slice_index
 
 documents = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 

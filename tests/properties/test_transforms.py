@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from overlord.job import ON_LONG
+from overlord.job.job import ON_LONG
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Tokens
 from overlord.transforms.pipeline import Pipeline
-from overlord.transforms.text import Tokenize
-from overlord.transforms.worker import TransformWorker
+from overlord.transforms.tokenize import Tokenize
+from overlord.transforms.transform_process import TransformWorker
 
 TYPES = [pa.int16(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64()]
 quick = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.constructor.microbatch import build_slices, build_wide, fresh
-from overlord.constructor.views import FIRST, LAST, PER_TOKEN, SPLITS, View, cut, join, narrow, slice_index, view_of, views_of
-from overlord.constructor.wide import Wide
-from overlord.job import Batch
-from overlord.placetree import AXES, BROADCASTS, BUCKET_AXES, ClientPlaceTree
+from overlord.batch import Batch
+from overlord.constructor.batch_arrays import Wide
+from overlord.constructor.pack import build_slices, build_wide, fresh
+from overlord.constructor.rank_views import PER_TOKEN, cut, join, narrow, slice_index
+from overlord.mesh import AXES, BROADCASTS, BUCKET_AXES, ClientPlaceTree
+from overlord.plan.rank_view import FIRST, LAST, SPLITS, View, view_of, views_of
 
 CUTS = ("zigzag", "zigzag_whole", "contiguous")
 degree = st.integers(1, 3)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import overlord as ov
-from overlord.sources.patience import Clock, Tally
+from overlord.sources.retry import Clock, Tally
 from tests.corpus import write_rows
 from tests.processes import PARTS
 from tests.storejobs import BIG, FORMATS, ROWS, in_order

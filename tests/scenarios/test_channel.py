@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from overlord.channel import serverlink
-from overlord.channel.address import Address, shown
-from overlord.channel.link import PAIR_MESSAGES, TIMEOUT, pair
-from overlord.channel.ring import Ring
-from overlord.channel.server import Server
 from overlord.errors import ActorLost, DataStall, OverlordError
+from overlord.transport import server_connection
+from overlord.transport.address import Address, shown
+from overlord.transport.connection import PAIR_MESSAGES, TIMEOUT, pair
+from overlord.transport.server import Server
+from overlord.transport.shared_memory import Ring
 from tests.channels import (
     MB,
     SOON_S,
@@ -339,7 +339,7 @@ def test_one_slow_link_holds_up_no_other():
 
 
 def test_what_is_queued_when_a_link_is_closed_still_arrives(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serverlink, "LINGER_S", SOON_S)  # whoever reads may stand for longer than a link lingers
+    monkeypatch.setattr(server_connection, "LINGER_S", SOON_S)  # whoever reads may stand for longer than a link lingers
     with Story() as story, dialled(story.address, "tcp") as link:
         story.wait(lambda s: s.opened)
         for k in range(10):

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from overlord.channel import dialling
-from overlord.channel.address import Address
-from overlord.channel.handshake import HELLO, LATER, MAGIC, PREFIX, REFUSED, VERSION, client_side, refusal
-from overlord.channel.server import MAX_PENDING, dial
 from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
+from overlord.transport import connect
+from overlord.transport.address import Address
+from overlord.transport.handshake import HELLO, LATER, MAGIC, PREFIX, REFUSED, VERSION, client_side, refusal
+from overlord.transport.server import MAX_PENDING, dial
 from tests.channels import SOON_S, TOKEN, Story, dialled, exactly, message, raw_silent, wait_until, watched_story
 
 
@@ -188,7 +188,7 @@ def test_a_client_that_stood_still_in_its_handshake_comes_again(monkeypatch: pyt
                 except StopIteration as done:
                     return done.value
 
-        monkeypatch.setattr(dialling, "client_side", halting)
+        monkeypatch.setattr(connect, "client_side", halting)
         with dialled(story.address, transport) as link:
             link.send(message(1))
             story.wait(lambda s: s.got)
@@ -233,7 +233,7 @@ def test_who_is_not_wanted_gets_the_reason():
     def on_open(link: Any, hello: dict[str, Any]) -> dict[str, Any]:
         raise OverlordError(f"rank {hello['rank']} is taken") if hello["rank"] < 9 else ZeroDivisionError("oops")
 
-    from overlord.channel.server import Server
+    from overlord.transport.server import Server
 
     with Server(token=TOKEN, on_message=lambda link, value: None, on_open=on_open) as server:
         with pytest.raises(LinkRefused, match="refused: rank 3 is taken"):

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from overlord.channel import codec, frame
-from overlord.channel.ring import CELLS
-from overlord.channel.slot import sealed_memfd
-from overlord.channel.values import SMALL_BYTES
-from overlord.channel.wire import BYE, FORGET, FRAME, HEAD, RING, SHARED
-from overlord.channel.wire import MAGIC as ENVELOPE
 from overlord.errors import ActorLost, FrameError
+from overlord.transport import codec, frame
+from overlord.transport.segment import sealed_memfd
+from overlord.transport.shared_memory import CELLS
+from overlord.transport.socket_io import BYE, FORGET, FRAME, HEAD, RING, SHARED
+from overlord.transport.socket_io import MAGIC as ENVELOPE
+from overlord.transport.value_codec import SMALL_BYTES
 from tests.channels import MB, SOON_S, TOKEN, Story, dialled, message, raw, watched_story
 
 
@@ -194,7 +194,7 @@ def test_garbage_from_a_server_ends_the_clients_link_with_its_reason():
 
 
 def test_a_callback_that_fails_ends_only_its_link():
-    from overlord.channel.server import Server
+    from overlord.transport.server import Server
 
     def on_message(link: Any, value: Any) -> None:
         link.send(1 / value)

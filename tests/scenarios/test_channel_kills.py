@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from overlord.channel.address import Address
-from overlord.channel.ring import Ring
-from overlord.channel.server import Server
 from overlord.errors import ActorLost, OverlordError
+from overlord.transport.address import Address
+from overlord.transport.server import Server
+from overlord.transport.shared_memory import Ring
 from tests.channels import (
     MB,
     SOON_S,

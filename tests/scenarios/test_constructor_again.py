@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from overlord.channel.link import CLOSES, Link
-from overlord.channel.server import dial
-from overlord.client import remote
-from overlord.client.remote import LONGEST_PAUSE_S, RemoteInbox
+from overlord.batch import Batch
+from overlord.client import remote_queue
+from overlord.client.remote_queue import LONGEST_PAUSE_S, RemoteInbox
+from overlord.cluster.constructor_worker import ConstructorHost
+from overlord.cluster.worker import Settings
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
-from overlord.job import Batch
-from overlord.messages import Attach, Back, Detach, Finish, Payload
-from overlord.recovery import STRIDE
-from overlord.runtime.constructorhost import ConstructorHost
-from overlord.runtime.hostactor import Settings
+from overlord.messages.control import STRIDE, Attach, Back, Detach, Finish
+from overlord.messages.loader import Payload
+from overlord.transport.connection import CLOSES, Link
+from overlord.transport.server import dial
 from tests.processes import WAIT_S, until
 from tests.scenarios.test_serving import by_tcp
 from tests.unit.test_gathering import documents, placed
@@ -129,7 +129,7 @@ def closing_all(*boxes: RemoteInbox) -> Any:
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["shared memory", "tcp"])
 def test_a_client_goes_from_one_that_died_to_the_next_without_a_gap_or_a_repeat(tcp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "GLANCE_S", 10.0)  # the next one is there, and may stand for a moment
+    monkeypatch.setattr(remote_queue, "GLANCE_S", 10.0)  # the next one is there, and may stand for a moment
     first, second = Started(), Started()
     doors = [made.host._serve("t", host="127.0.0.1", tcp=tcp) for made in (first, second)]
     addresses = [by_tcp(door.address) if tcp else door.address for door in doors]

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, OverlordError, SourceError
-from overlord.messages import Consumed
-from overlord.runtime import peers, process_control
-from overlord.runtime.control import Control, Handle
-from overlord.runtime.local_control import LocalControl
-from overlord.runtime.peers import Peers, fault_of
-from overlord.runtime.process_control import ProcessControl
+from overlord.messages.control import Consumed
+from overlord.rpc import peers, process_launcher
+from overlord.rpc.actors import Control, Handle
+from overlord.rpc.local_actors import LocalControl
+from overlord.rpc.peers import Peers, fault_of
+from overlord.rpc.process_launcher import ProcessControl
 from tests import rays
 from tests.actors import Sent, Worker, broken, when_allowed
 from tests.processes import left_after
@@ -82,7 +82,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed process is gone at once; how soon that is seen is the machine's business."""
-    for module in (process_control, peers):
+    for module in (process_launcher, peers):
         monkeypatch.setattr(module, "KILL_S", SOON_S)
 
 

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from overlord import forking
-from overlord.channel.codec import register
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, OverlordError
-from overlord.forking import PRELOAD, UNGUARDED
-from overlord.runtime import process_control
-from overlord.runtime.process_control import ProcessControl
+from overlord.process import forkserver
+from overlord.process.forkserver import PRELOAD, UNGUARDED
+from overlord.rpc import process_launcher
+from overlord.rpc.process_launcher import ProcessControl
+from overlord.transport.codec import register
 from tests.actors import Worker
 from tests.processes import WAIT_S, halt, left_after, runs
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at proces
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed process is gone at once; how soon that is seen is the machine's business."""
-    monkeypatch.setattr(process_control, "KILL_S", SOON_S)
+    monkeypatch.setattr(process_launcher, "KILL_S", SOON_S)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def descendants(pid: int) -> list[int]:
 
 HEAD = """
 import os, sys, time
-from overlord.runtime.process_control import ProcessControl
+from overlord.rpc.process_launcher import ProcessControl
 from tests.actors import Worker
 """
 
@@ -144,7 +144,7 @@ def test_a_kill_from_outside_is_told_at_once(control: ProcessControl) -> None:
 
 
 def test_answers_given_before_the_death_still_count(control: ProcessControl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_control, "READS", 1)
+    monkeypatch.setattr(process_launcher, "READS", 1)
     actor, gone = control.spawn(Worker, name="worker"), threading.Event()
     control.call(actor, "echo", 1).add_done_callback(lambda _: gone.wait(SOON_S))  # the thread that reads comes late
     futures = [control.call(actor, "zeros", 40_000) for _ in range(3)]
@@ -165,7 +165,7 @@ def test_a_kill_before_the_start_is_just_that(control: ProcessControl) -> None:
 
 
 def test_a_stopped_actor_blocks_no_caller_and_can_be_killed(control: ProcessControl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_control, "MAX_WAITING_BYTES", 2**25)
+    monkeypatch.setattr(process_launcher, "MAX_WAITING_BYTES", 2**25)
     actor, other = control.spawn(Worker, name="stopped"), control.spawn(Worker, name="other")
     ask(control, actor, "echo", 1)
     halt(actor.pid)
@@ -211,9 +211,9 @@ class EarlyBabbler:
 
 
 def babble() -> None:
-    from overlord.runtime import process_actor
+    from overlord.rpc import process_server
 
-    process_actor._kept[0].send(b"not a frame" * 10)
+    process_server._kept[0].send(b"not a frame" * 10)
     time.sleep(SOON_S)
 
 
@@ -480,12 +480,12 @@ def test_the_socket_is_not_passed_on_to_other_processes(control: ProcessControl)
 
 def test_a_process_that_another_thread_has_closed_is_over_for_who_joins_it() -> None:
     """Python joins all children when a program ends; a second Ctrl-C has it do so while the control plane closes them."""
-    child = forking.process(target=os.getpid)
+    child = forkserver.process(target=os.getpid)
     child.start()
     child.join(WAIT_S)
     child.close()
     child.join()
-    living = forking.process(target=time.sleep, args=(WAIT_S,))
+    living = forkserver.process(target=time.sleep, args=(WAIT_S,))
     with pytest.raises(AssertionError, match="can only join a started process"):
         living.join()
     living.start()

@@ -14,14 +14,14 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import overlord as ov
-from overlord.cli import cli
+from overlord.cli.inspect import inspect_job
+from overlord.cli.main import cli
 from overlord.demo.corpus import Shape, later_mixture, make_corpus, make_job
 from overlord.demo.figures import Figures
 from overlord.demo.pages import mix_rows, placing_rows, report, tiles
 from overlord.demo.run import run_demo
-from overlord.demo.storing import Storing
-from overlord.observe.inspect import inspect_job
-from overlord.planner.strategy import DENSE_12B
+from overlord.demo.storage import Storing
+from overlord.planning.strategies import DENSE_12B
 from tests.unit.test_report import parse
 
 TINY = Shape(seed=5, rows=60, vocab=400, ranks=3, samples=24, context=2048)

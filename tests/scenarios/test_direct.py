@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.channel.dialling import dial
-from overlord.channel.link import CLOSES
 from overlord.client.direct import DirectInbox, OwnConstructor
 from overlord.errors import ActorLost, JobError, LinkRefused, OverlordError
+from overlord.transport.connect import dial
+from overlord.transport.connection import CLOSES
 from tests.processes import WAIT_S, stalls_for, until
 from tests.scenarios.test_serving import TAKE_ALL, as_json, closing, found, join_all, trainer
 from tests.unit.test_session import content, in_thread, job, launch, rest, rows, take, whole_run

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import overlord as ov
-from overlord.runtime.bootstrap import Blueprint
-from overlord.runtime.options import Options
-from overlord.simulation.measuring import measured
+from overlord.dryrun.constants import measured
+from overlord.setup.options import Options
+from overlord.setup.prepared_job import Blueprint
 from tests import pictures
 from tests.corpus import write_rows
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 import overlord as ov
+from overlord.cluster.coordinator import ProcessHost
+from overlord.cluster.supervisor import TICKS
+from overlord.concurrency.platform import Machine
 from overlord.errors import ActorLost
-from overlord.planner.strategy import resolve
-from overlord.recovery.supervisor import TICKS
-from overlord.runtime.machine import Machine
-from overlord.runtime.process import ProcessHost
+from overlord.planning.strategies import resolve
 from tests import images as pictures
 from tests.deadly import Halting, Slow
 from tests.processes import EXITED, KILLED, PARTS, WAIT_S, Played, halt, hosts_of, launch, left_after, play, run, runs, until

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.client.remote import RemoteInbox
+from overlord.client.remote_queue import RemoteInbox
 from overlord.errors import ActorLost, DataStall, OverlordError
-from overlord.runtime.serving import Served
+from overlord.serving.session_server import Served
 from tests.images import job as job_with_images
 from tests.processes import KILLED, WAIT_S, Played, halt, hosts_of, launch, play, run, runs, stalls_for, until, written
 from tests.scenarios.test_images import BROKEN

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import overlord as ov
-from overlord.transforms.imagefile import header
-from overlord.transforms.pixels import fill, item_shape
+from overlord.transforms.image_header import header
+from overlord.transforms.image_items import fill, item_shape
 from tests.pictures import FILES, jpeg, photo, png, saved
 
 PLACEHOLDER = 900

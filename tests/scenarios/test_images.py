@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import overlord as ov
-from overlord.plan import LoadingPlan
-from overlord.transforms.imagefile import header
-from overlord.transforms.pixels import fill, item_grid, item_shape
+from overlord.plan.plan import LoadingPlan
+from overlord.transforms.image_header import header
+from overlord.transforms.image_items import fill, item_grid, item_shape
 from tests.images import IMAGES, PLACEHOLDER, job, picture, sources, text, tokens
 from tests.processes import PARTS, launch, play, run, until, written
 from tests.worlds import Rows

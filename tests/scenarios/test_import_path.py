@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from overlord.importpath import module_started
+from overlord.import_path import module_started
 from tests import rays
 from tests.corpus import write_rows
 
@@ -37,7 +37,7 @@ def desk(tmp_path: Path) -> Path:
     job = {"name": "beside", "sources": {"web": source, "code": plain}, "batch": {"samples": 8, "context": 16}}
     (desk / "job.yaml").write_text(yaml.safe_dump(job))
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "overlord").write_text("import sys\nfrom overlord.cli import main\nsys.exit(main())\n")
+    (tmp_path / "bin" / "overlord").write_text("import sys\nfrom overlord.cli.main import main\nsys.exit(main())\n")
     return desk
 
 
@@ -59,7 +59,7 @@ PROCESSES = ("run", "job.yaml", "--steps", "2", "--runtime", "process")
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("script", PROCESSES), ("overlord", PROCESSES), ("overlord.cli", ("inspect", "job.yaml"))],
+    [("script", PROCESSES), ("overlord", PROCESSES), ("overlord.cli.main", ("inspect", "job.yaml"))],
     ids=["script", "package", "module"],
 )
 def test_modules_next_to_a_job_file_are_not_imported(desk: Path, how: str, words: tuple[str, ...]) -> None:
@@ -119,7 +119,7 @@ def test_a_package_that_imports_overlord_as_python_starts_it_keeps_the_working_d
 @pytest.mark.parametrize(
     ("given", "module"),
     [
-        ("-m overlord run job.yaml", "overlord"), ("-moverlord.cli", "overlord.cli"), ("-P -X dev -W ignore -m overlord", "overlord"),
+        ("-m overlord run job.yaml", "overlord"), ("-moverlord.cli", "overlord.cli.main"), ("-P -X dev -W ignore -m overlord", "overlord"),
         ("-Xdev -Wignore -Bum overlord", "overlord"), ("-BX dev -sm overlord", "overlord"), ("-OOmoverlord", "overlord"),
         ("--check-hash-based-pycs never -m overlord", "overlord"), ("-X -m -m train", "train"), ("-W m -mtrain -m overlord", "train"),
         ("train.py -m overlord", ""), ("-c pass -m overlord", ""), ("-Bcpass -m overlord", ""), ("-- train.py -m overlord", ""),

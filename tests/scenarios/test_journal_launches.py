@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import overlord as ov
+from overlord.cluster.launcher import Parts
 from overlord.errors import JournalError, JournalTaken
-from overlord.runtime.parts import Parts
-from overlord.runtime.planned import PlannedEngine
+from overlord.session.cluster_runtime import PlannedEngine
 from tests.journaled import recovered
 from tests.processes import PARTS, WAIT_S, Played, hosts_of, launch, play, run, until
 from tests.scenarios.test_planner_process import planner_of

@@ -8,11 +8,11 @@ import pytest
 
 import overlord as ov
 from overlord.errors import JournalError
+from overlord.journal.append_thread import Writer
 from overlord.journal.log import Log, read, read_all
 from overlord.journal.record import Record
-from overlord.journal.report import verify
-from overlord.journal.writer import Writer
-from overlord.runtime import profiles
+from overlord.journal.verify import verify
+from overlord.setup import profile_store
 from tests.journals import JOB
 from tests.stores import BUCKET, Fault, Proxy
 from tests.worlds import Rows
@@ -227,10 +227,10 @@ def test_what_sources_cost_is_kept_beside_it_for_whoever_starts_the_job_next(uri
         assert len(list(session.client(0))) == 4
         found = session.profile()
     assert found.sources["web"].samples >= 64
-    assert profiles.load(f"{uri}/profile.json") == found
+    assert profile_store.load(f"{uri}/profile.json") == found
     assert verify(uri).segments > 0, "it is no segment of it"
     with ov.launch(job, cache_dir=tmp_path / "elsewhere", resume="auto") as session:
         assert session.profile() == found
     proxy.faults[:] = [Fault("reset", method="PUT", times=5)]
-    assert not profiles.save(f"{uri}/profile.json", found)
+    assert not profile_store.save(f"{uri}/profile.json", found)
     assert "profile.json is not kept: " in caplog.text

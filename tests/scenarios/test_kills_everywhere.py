@@ -18,11 +18,11 @@ import pytest
 
 import overlord as ov
 from overlord.drill.run import parts
-from overlord.simulation.faults import Fault
-from overlord.simulation.history import Seen
-from overlord.simulation.running import run_scenario, undisturbed
-from overlord.simulation.scenario import STEPS, Scenario, draw
 from tests.processes import launch
+from tests.simulation.world.faults import Fault
+from tests.simulation.world.history import Seen
+from tests.simulation.world.running import run_scenario, undisturbed
+from tests.simulation.world.scenario import STEPS, Scenario, draw
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import overlord as ov
-from overlord.constructor.views import join
+from overlord.constructor.rank_views import join
 from overlord.errors import PlanError
 from tests.scenarios.test_runtime import RUNTIMES, Held, Outcome, all_clean, job, run, wanted
 

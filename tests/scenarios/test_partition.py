@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.runtime import profiles
-from overlord.runtime.bootstrap import Blueprint, Options
-from overlord.runtime.probing import machine
 from overlord.scaling.profile import JobProfile, SourceProfile
+from overlord.setup import profile_store
+from overlord.setup.measure import machine
+from overlord.setup.prepared_job import Blueprint, Options
 from tests.corpus import write_rows
 from tests.processes import RUNTIMES, Played, launch, play, run, until
 
@@ -45,11 +45,11 @@ def loaders_of(session: ov.Session) -> dict[str, int]:
 
 def keep(job: ov.Job, cache: Path, costs: dict[str, float]) -> None:
     ready = Blueprint(job, Options(cache_dir=cache))
-    marks = profiles.fingerprints(ready)
+    marks = profile_store.fingerprints(ready)
     ready.close()
     fields: dict[str, Any] = {"samples": 500, "read_s": 0.0, "tokens": 5.0}
     made = JobProfile.of((SourceProfile(name=n, fingerprint=marks[n], transform_s=s, **fields) for n, s in costs.items()), machine())
-    assert profiles.save(profiles.path_of(job, cache), made)
+    assert profile_store.save(profile_store.path_of(job, cache), made)
 
 
 @pytest.mark.parametrize("runtime", ["local", "process", "ray"])
@@ -66,7 +66,7 @@ def test_the_stream_is_the_same_whatever_was_measured(job: ov.Job, alone: Played
         with launch(job, runtime, **options) as session:
             assert loaders_of(session) == {"web": 4, "code": 1, "books": 1}
             assert play(session) == alone
-        profiles.path_of(job, tmp_path).write_text("{")
+        profile_store.path_of(job, tmp_path).write_text("{")
         with launch(job, runtime, **options) as session:
             assert play(session) == alone
 

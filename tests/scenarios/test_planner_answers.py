@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import overlord as ov
+from overlord.cluster.launcher import Parts
+from overlord.cluster.worker_factory import Recipes
 from overlord.errors import ActorLost, DataStall, JournalError, OverlordError
-from overlord.runtime.parts import Parts
-from overlord.runtime.starting import Recipes
 from tests.journaled import recovered
 from tests.processes import WAIT_S, halt, launch, play, run, until
 from tests.properties.test_feedback import Chaser

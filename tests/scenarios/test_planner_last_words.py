@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.client.remote import RemoteInbox
+from overlord.client.remote_queue import RemoteInbox
+from overlord.cluster.coordinator_config import PlannerBlueprint
+from overlord.cluster.launcher import Parts
+from overlord.cluster.source_moves import SCALED
+from overlord.cluster.worker_factory import Recipes
 from overlord.errors import ActorLost, DataStall, OverlordError, PlanError
-from overlord.messages import Finish, SourceLost
-from overlord.runtime.moving import SCALED
-from overlord.runtime.parts import Parts
-from overlord.runtime.plankit import PlannerBlueprint
-from overlord.runtime.planned import PlannedEngine
-from overlord.runtime.serving import Serving
-from overlord.runtime.starting import Recipes
+from overlord.messages.control import Finish, SourceLost
+from overlord.serving.session_server import Serving
+from overlord.session.cluster_runtime import PlannedEngine
 from tests import journaled
 from tests.journaled import recovered
 from tests.processes import PARTS, WAIT_S, Played, halt, launch, play, run, until, written

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import overlord as ov
+from overlord.cluster.launcher import Parts
 from overlord.errors import ActorLost, JobError, PlanError
-from overlord.messages import Finish
-from overlord.runtime.parts import Parts
+from overlord.messages.control import Finish
 from tests.deadly import FATAL_STEP, HaltingStrategy, HeldUp, Stuck, deadly
 from tests.journaled import recovered
 from tests.processes import (
@@ -278,7 +278,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that is stuck has time to say so: its process may be late to answer. One that never does is never replaced."""
     end = Parts._end_for
     monkeypatch.setattr(Parts, "_end_for", lambda parts, planner, why: "it answered nothing" in why or end(parts, planner, why))
-    monkeypatch.setattr("overlord.runtime.parts.AT_S", WAIT_S)
+    monkeypatch.setattr("overlord.cluster.launcher.AT_S", WAIT_S)
 
 
 @pytest.mark.usefixtures("patient")

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 import overlord as ov
-from overlord.channel import values
-from overlord.channel.link import TIMEOUT, Link
-from overlord.channel.server import dial
 from overlord.errors import ActorLost, LinkRefused, OverlordError
-from overlord.messages import Attach, Finish, Handed, Payload, Took
-from overlord.recovery import STRIDE
+from overlord.messages.client import Handed, Took
+from overlord.messages.control import STRIDE, Attach, Finish
+from overlord.messages.loader import Payload
 from overlord.sample import Ragged
+from overlord.transport import value_codec
+from overlord.transport.connection import TIMEOUT, Link
+from overlord.transport.server import dial
 from tests.processes import Played, hosts_left, hosts_of, launch, play, run, until
 from tests.scenarios.test_process import job, source
 
@@ -197,7 +198,7 @@ def test_a_wrong_token_opens_nothing(session: ov.Session, alone: Played, caplog:
 def sent_as_it_is(link: Link, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the look that our own sender takes at a value."""
     with monkeypatch.context() as patch:
-        patch.setattr(values, "_ragged_problem", lambda *_: "")
+        patch.setattr(value_codec, "_ragged_problem", lambda *_: "")
         link.send(value)
 
 

@@ -92,7 +92,7 @@ def test_whoever_asks_for_more_than_there_is_hears_what_is_waited_for(ray_cluste
 
 def test_one_that_is_killed_after_it_has_left_is_nobodys_process_any_more(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline of a shutdown may pass between the two: the process is idle then, and the next session's."""
-    from overlord.runtime.ray_cluster import CLUSTER
+    from overlord.ray.cluster import CLUSTER
 
     one = rays.control()
     left = one.spawn(dict, name="left")
@@ -128,7 +128,7 @@ def test_a_process_that_died_while_it_waited_for_an_actor_is_replaced(ray_cluste
 def test_whoever_could_not_let_go_of_the_cluster_since_ray_hung_is_counted_when_it_does_not(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from overlord.runtime import ray_cluster as cluster
+    from overlord.ray import cluster as cluster
 
     before = cluster.CLUSTER._holders
     cluster.CLUSTER.hold(None)
@@ -158,7 +158,7 @@ def test_who_asks_for_the_nodes_of_a_cluster_that_was_left_does_not_start_anothe
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray does that for every call of its own; the placement of hosts is reviewed in a thread that may be late."""
-    from overlord.runtime import ray_cluster as cluster
+    from overlord.ray import cluster as cluster
 
     known = cluster.CLUSTER.nodes()
     monkeypatch.setattr(cluster.CLUSTER, "_holders", 0)
@@ -286,7 +286,7 @@ JOINS = """
     import ray
     import overlord as ov
     from overlord.runtime import ray_cluster, ray_jobs
-    from overlord.runtime.ray_control import RayControl
+    from overlord.ray.launcher import RayControl
     from tests.processes import halt, left_after
     from tests.scenarios.test_process import job
     from tests.scenarios.test_ray import Crashes

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.channel.dialling import dial
-from overlord.channel.link import CLOSES
-from overlord.client.remote import RemoteInbox
+from overlord.client.remote_queue import RemoteInbox
 from overlord.errors import LinkRefused, OverlordError
-from overlord.runtime.serving import Served
+from overlord.serving.session_server import Served
+from overlord.transport.connect import dial
+from overlord.transport.connection import CLOSES
 from tests.processes import PARTS, halt, hosts_of, until
 from tests.scenarios.test_serving import found, runtimes, trainer
 from tests.unit.test_session import content, job, launch, take, whole_run
@@ -178,8 +178,8 @@ def test_who_connects_while_another_rank_moves_the_session_gets_its_steps(runtim
 
 def test_who_comes_again_while_its_constructor_host_stands_still_goes_on_when_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was told to begin at a step that is kept no longer, and ended by that, though nothing was lost."""
-    monkeypatch.setattr("overlord.runtime.process.TAKEN_S", 0.2)
-    monkeypatch.setattr("overlord.runtime.planned.TAKEN_S", 0.2)
+    monkeypatch.setattr("overlord.cluster.coordinator.TAKEN_S", 0.2)
+    monkeypatch.setattr("overlord.session.cluster_runtime.TAKEN_S", 0.2)
     wanted = [as_json(whole_run(job(n=60), rank)) for rank in range(2)]
     with launch(job(n=60), runtime=PARTS, constructor_hosts=1, prefetch=4, build_ahead=4, lost_after_s=60.0) as session:
         served = session.serve()

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import overlord as ov
+from overlord.cluster import coordinator
 from overlord.errors import DataStall, JobError, OverlordError, PlanError
-from overlord.runtime import process, resharding
+from overlord.session import reshard
 from tests.processes import WAIT_S, launch, until
 from tests.scenarios.test_process import job as small_job
 
@@ -155,7 +156,7 @@ def test_a_rank_that_is_behind_is_waited_for(runtime: str) -> None:
 
 
 def test_a_rank_that_stays_behind_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(resharding, "WARN_S", 0.0)
+    monkeypatch.setattr(reshard, "WARN_S", 0.0)
     with launch(job(), "local") as session:
         quick, slow = session.client(0), session.client(1)
         next(quick), next(quick), next(slow)
@@ -208,8 +209,8 @@ def test_a_step_that_is_not_the_trainers_yet_comes_from_the_new_mesh() -> None:
 def test_connected_clients_go_on_and_new_ranks_may_connect(
     runtime: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "LEAVE_S", WAIT_S)  # the hosts of each mesh end; one that takes long on a busy machine is no alarm
-    monkeypatch.setattr(resharding, "WARN_S", WAIT_S)
+    monkeypatch.setattr(coordinator, "LEAVE_S", WAIT_S)  # the hosts of each mesh end; one that takes long on a busy machine is no alarm
+    monkeypatch.setattr(reshard, "WARN_S", WAIT_S)
     caplog.set_level(logging.INFO, "overlord")
     made = job()
     wanted = undisturbed(made)

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import overlord as ov
+from overlord.dryrun.virtual_run import Delays
 from overlord.errors import PlanError, SourceError, TransformError
 from overlord.hashing import digest
-from overlord.messages import SetMixture, Skip
-from overlord.planner.strategy import llm_balance
-from overlord.simulation.engine import Delays
+from overlord.messages.control import SetMixture, Skip
+from overlord.planning.strategies import llm_balance
 from tests.reference import reference_stream
 from tests.worlds import Rows
 

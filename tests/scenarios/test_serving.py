@@ -21,15 +21,15 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.channel.dialling import dial
-from overlord.channel.link import TIMEOUT, Link
-from overlord.channel.server import Server
-from overlord.client.asking import Asking
-from overlord.client.remote import RemoteInbox
+from overlord.client.control_client import Asking
+from overlord.client.remote_queue import RemoteInbox
 from overlord.errors import ActorLost, DataStall, JobError, LinkRefused, OverlordError, StateMismatch
-from overlord.messages import Ended, Took
-from overlord.runtime.delivery import Delivery
-from overlord.runtime.serving import Served
+from overlord.messages.client import Ended, Took
+from overlord.serving.session_server import Served
+from overlord.serving.step_publisher import Delivery
+from overlord.transport.connect import dial
+from overlord.transport.connection import TIMEOUT, Link
+from overlord.transport.server import Server
 from tests.processes import PARTS, RUNTIMES, WAIT_S, halt
 from tests.unit import test_session as stories
 from tests.unit.test_session import content, impatient, in_thread, job, launch, rest, take, whole_run
@@ -907,7 +907,7 @@ place: {{dp: 2}}
 
 def overlord(*args: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "overlord.cli", *args], env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **env},
+        [sys.executable, "-m", "overlord.cli.main", *args], env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **env},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ import pytest
 
 import overlord as ov
 from overlord.errors import StorageError
-from overlord.messages import Refill, SourceLost
+from overlord.messages.control import Refill, SourceLost
 from tests.corpus import write_rows
 from tests.mounts import fail, hang, let_go, mounted
 from tests.processes import PARTS, RUNTIMES, hosts_of, until

@@ -178,7 +178,7 @@ def test_keys_are_in_nothing_that_a_job_says_or_writes(proxy, server, corpus, tm
         (tmp_path / "job.yaml").write_text(made.to_yaml())
         monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "3")  # which it waits for, and which ends what goes well, too
         env = {**os.environ, "OVERLORD_CACHE": str(tmp_path / "cache"), "RUST_LOG": "debug", "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-m", "overlord.cli", "run", str(tmp_path / "job.yaml")]
+        command = [sys.executable, "-m", "overlord.cli.main", "run", str(tmp_path / "job.yaml")]
         done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode != 0
         said += [done.stdout, done.stderr]

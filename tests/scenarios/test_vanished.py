@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 import overlord as ov
+from overlord.cluster.launcher import Parts
 from overlord.errors import ActorLost
-from overlord.runtime import peers
-from overlord.runtime.control import Handle
-from overlord.runtime.parts import Parts
-from overlord.runtime.peers import Peers
-from overlord.runtime.planned import PlannedEngine
-from overlord.runtime.process_control import ProcessControl
+from overlord.rpc import peers
+from overlord.rpc.actors import Handle
+from overlord.rpc.peers import Peers
+from overlord.rpc.process_launcher import ProcessControl
+from overlord.session.cluster_runtime import PlannedEngine
 from tests.actors import Sent, Worker
 from tests.processes import KILLED, WAIT_S, Played, halt, hosts_of, launch, left_after, parts_lost, play, run
 from tests.scenarios.test_planner_process import planner_of

@@ -13,27 +13,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from overlord.client.remote import RemoteInbox
-from overlord.journal.writer import Writer
+from overlord.client.remote_queue import RemoteInbox
+from overlord.cluster import recovery, takeover
+from overlord.cluster.constructor_worker import ConstructorHost
+from overlord.cluster.coordinator import ProcessHost
+from overlord.cluster.launcher import Parts
+from overlord.cluster.loader_worker import LoaderHost
+from overlord.cluster.plan_history import Past
+from overlord.constructor.payload_gather import Gathering
+from overlord.journal.append_thread import Writer
+from overlord.journal.job_journal import Journal
+from overlord.journal.replay import Recovered
 from overlord.loader.loader import Loader
-from overlord.messages import Announce, Back, Cursor, Handed, Payload
-from overlord.planner.mixture import Mixture
-from overlord.planner.planner import Planner
-from overlord.recovery import STRIDE
-from overlord.recovery.past import Past
-from overlord.recovery.replay import Recovered
-from overlord.runtime import plannerhost, recovering, resuming
-from overlord.runtime.bootstrap import Blueprint
-from overlord.runtime.changes import Changes
-from overlord.runtime.constructorhost import ConstructorHost
-from overlord.runtime.delivery import Outbox
-from overlord.runtime.gathering import Gathering
-from overlord.runtime.journalling import Journal
-from overlord.runtime.loaderhost import LoaderHost
-from overlord.runtime.parts import Parts
-from overlord.runtime.process import ProcessHost
-from overlord.simulation.running import Verdict, run_seed
-from overlord.simulation.scenario import Scenario, draw
+from overlord.messages.client import Handed
+from overlord.messages.control import STRIDE, Back, Cursor
+from overlord.messages.loader import Announce, Payload
+from overlord.planning.mixture import Mixture
+from overlord.planning.planner import Planner
+from overlord.serving.step_publisher import Outbox
+from overlord.session import resume
+from overlord.session.events import Changes
+from overlord.setup.prepared_job import Blueprint
+from tests.simulation.world.running import Verdict, run_seed
+from tests.simulation.world.scenario import Scenario, draw
 
 Patch = tuple[Any, str, Callable[[Any], Any]]  # (owner, name, what takes the place of what is there)
 
@@ -300,11 +302,11 @@ MUTANTS = (
     Mutant(
         "promote without replay",
         "a new planner goes on behind the last planned step, not the last taken one",
-        ((plannerhost, "behind", _trust_the_front),),
+        ((takeover, "behind", _trust_the_front),),
         1,
         _journal,
     ),
-    Mutant("reuse a generation", "going back raises no generation", ((recovering, "STRIDE", lambda real: 0),), 4),
+    Mutant("reuse a generation", "going back raises no generation", ((recovery, "STRIDE", lambda real: 0),), 4),
     Mutant(
         "deliver twice",
         "a client that comes again is sent the last step it has, and keeps it",
@@ -342,14 +344,14 @@ MUTANTS = (
     Mutant(
         "count a step before its reports",
         "a step counts as taken though what was reported before is still on its way to the planner",
-        ((plannerhost.PlannerHost, "_count", lambda old: ProcessHost._count),),
+        ((takeover.PlannerHost, "_count", lambda old: ProcessHost._count),),
         0,
         _learns,
     ),
     Mutant(
         "restart one step too late",
         "a restarted job goes on behind the step after the last one that all took",
-        ((resuming, "_by_journal", _skip_a_step),),
+        ((resume, "_by_journal", _skip_a_step),),
         19,
         _journal,
     ),
@@ -380,13 +382,13 @@ MUTANTS = (
     Mutant(
         "forget what is owed",
         "planning again begins with the accounts of the sources mixed up",
-        ((recovering.Recovering, "_planner_at", _other_seed),),
+        ((recovery.Recovering, "_planner_at", _other_seed),),
         1,
     ),
     Mutant(
         "forget who takes part",
         "a constructor that was started again serves every other rank",
-        ((recovering.Recovering, "_take_place", _forget_members),),
+        ((recovery.Recovering, "_take_place", _forget_members),),
         6,
     ),
     Mutant(

@@ -11,12 +11,12 @@ from functools import lru_cache
 
 import pytest
 
-from overlord.simulation.checker import Checker, References
-from overlord.simulation.cluster import Cluster
-from overlord.simulation.faults import Fault
-from overlord.simulation.history import Event, History, Seen
-from overlord.simulation.running import facts_of, references, undisturbed
-from overlord.simulation.scenario import Scenario, draw
+from tests.simulation.world.checker import Checker, References
+from tests.simulation.world.cluster import Cluster
+from tests.simulation.world.faults import Fault
+from tests.simulation.world.history import Event, History, Seen
+from tests.simulation.world.running import facts_of, references, undisturbed
+from tests.simulation.world.scenario import Scenario, draw
 
 SEED = 5
 
@@ -201,9 +201,9 @@ def test_samples_that_are_others_under_the_new_mesh_are_found_though_its_own_run
     assert any("step 20, under dp=3" in said and "is missing" in said for said in found)
 
 
-@pytest.mark.parametrize("module", ["overlord.simulation.checker", "overlord.simulation.history"])
+@pytest.mark.parametrize("module", ["tests.simulation.world.checker", "tests.simulation.world.history"])
 def test_the_checker_imports_nothing_of_what_it_checks(module: str) -> None:
     code = f"import sys, {module}; print(*(m for m in sys.modules if m.startswith('overlord.')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    package = {"overlord.simulation", "overlord.importpath"}  # the package and what its import brings
-    assert set(done.stdout.split()) <= package | {"overlord.simulation.checker", "overlord.simulation.history"}
+    package = {"tests.simulation.world", "overlord.import_path"}  # the package and what its import brings
+    assert set(done.stdout.split()) <= package | {"tests.simulation.world.checker", "tests.simulation.world.history"}

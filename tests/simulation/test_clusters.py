@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from overlord.errors import JobError
-from overlord.journal import place
+from overlord.journal import storage
 from overlord.loader import reader
-from overlord.messages import Skip
-from overlord.simulation import soak as soaking
-from overlord.simulation.faults import KINDS
-from overlord.simulation.running import run_seed
-from overlord.simulation.scenario import SAYINGS, STEPS, draw
-from overlord.simulation.soak import Tally, outcome_of, past_failures, soak
-from overlord.simulation.world import Killed
+from overlord.messages.control import Skip
 from tests.processes import runs, until
+from tests.simulation.world import soak as soaking
+from tests.simulation.world.faults import KINDS
+from tests.simulation.world.running import run_seed
+from tests.simulation.world.scenario import SAYINGS, STEPS, draw
+from tests.simulation.world.soak import Tally, outcome_of, past_failures, soak
+from tests.simulation.world.world import Killed
 
 PAST = Path(__file__).with_name("past_failures.txt")
 SEEDS = int(os.environ.get("OVERLORD_SEEDS", "1000"))
@@ -50,13 +50,13 @@ def test_whatever_dies_every_rank_gets_the_stream_of_the_undisturbed_run(block: 
     for seed in range(block, SEEDS, BLOCKS):
         tally.add(outcome_of(seed))
     print(tally.table())
-    assert tally.failed == {}, f"replay: python -m overlord.simulation --seed {next(iter(tally.failed))}"
+    assert tally.failed == {}, f"replay: python -m tests.simulation.world --seed {next(iter(tally.failed))}"
     assert tally.fewest >= 3
 
 
 def test_a_seed_replays_exactly_in_another_process() -> None:
     seeds = [7, 25, 41]
-    code = "import sys, logging; logging.disable(50); from overlord.simulation.running import run_seed\n"
+    code = "import sys, logging; logging.disable(50); from tests.simulation.world.running import run_seed\n"
     code += "print(*(run_seed(int(s)).history.digest() for s in sys.argv[1:]))"
     env = {**os.environ, "PYTHONHASHSEED": "77"}
     there = subprocess.run([sys.executable, "-c", code, *map(str, seeds)], env=env, capture_output=True, text=True, check=True, timeout=120)
@@ -74,7 +74,7 @@ def test_a_seed_is_the_same_in_a_process_of_another_number(monkeypatch: pytest.M
     """A journal names the process that writes it, and a write that is torn is cut somewhere."""
     found = set()
     for pid in (7, 4194304):
-        monkeypatch.setattr(place.os, "getpid", lambda pid=pid: pid)
+        monkeypatch.setattr(storage.os, "getpid", lambda pid=pid: pid)
         found.add(run_seed(7074).history.digest())
     assert len(found) == 1
 
@@ -106,7 +106,7 @@ def test_people_say_what_they_change_before_any_planner_can_have_come_to_it() ->
 
 
 def test_one_command_replays_a_seed_and_says_what_happened() -> None:
-    done = subprocess.run([sys.executable, "-m", "overlord.simulation", "--seed", "25"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "tests.simulation.world", "--seed", "25"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "seed 25:" in done.stdout
     assert "no violations" in done.stdout
@@ -116,7 +116,7 @@ def test_a_seed_that_raises_whatever_it_is_fails_and_is_not_passed_over(monkeypa
     def killed(seed: int) -> None:
         raise Killed
 
-    monkeypatch.setattr("overlord.simulation.soak.run_seed", killed)
+    monkeypatch.setattr("tests.simulation.world.soak.run_seed", killed)
     [violation] = outcome_of(7).violations
     assert "it raised" in violation
 
@@ -161,17 +161,17 @@ def test_seeds_that_fail_are_kept_with_what_was_wrong(
     def killed(seed: int) -> None:
         raise Killed
 
-    monkeypatch.setattr("overlord.simulation.soak.run_seed", killed)
+    monkeypatch.setattr("tests.simulation.world.soak.run_seed", killed)
     keep, past = tmp_path / "soak.json", tmp_path / "past.txt"
     soak(range(5, 7), past=past, processes=1, keep=keep)
-    assert "replay: python -m overlord.simulation --seed 6" in capsys.readouterr().out
+    assert "replay: python -m tests.simulation.world --seed 6" in capsys.readouterr().out
     assert past_failures(past) == [5, 6]
     assert list(soaking.read_kept(keep, 5).failed) == [5, 6]
 
 
 def test_a_soak_that_is_killed_leaves_no_process_behind() -> None:
     """Its workers waited for their next seed for ever."""
-    command = [sys.executable, "-m", "overlord.simulation", "--seeds", "100000", "--processes", "2"]
+    command = [sys.executable, "-m", "tests.simulation.world", "--seeds", "100000", "--processes", "2"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as soaking_now:
         children = Path(f"/proc/{soaking_now.pid}/task/{soaking_now.pid}/children")
         try:

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from overlord.simulation.running import run_seed
 from tests.simulation.mutants import MUTANTS, Mutant, first_found
+from tests.simulation.world.running import run_seed
 
 ENOUGH = 150
 

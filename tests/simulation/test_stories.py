@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from overlord.messages import SetMixture, Skip
-from overlord.runtime.journalling import Journal
-from overlord.simulation import striking
-from overlord.simulation.checker import Checker
-from overlord.simulation.cluster import Cluster
-from overlord.simulation.faults import LEAST, Fault
-from overlord.simulation.history import History
-from overlord.simulation.running import facts_of, references
-from overlord.simulation.scenario import STEPS, Saying, Scenario, draw
-from overlord.simulation.world import Killed, Process
+from overlord.journal.job_journal import Journal
+from overlord.messages.control import SetMixture, Skip
+from tests.simulation.world import striking
+from tests.simulation.world.checker import Checker
+from tests.simulation.world.cluster import Cluster
+from tests.simulation.world.faults import LEAST, Fault
+from tests.simulation.world.history import History
+from tests.simulation.world.running import facts_of, references
+from tests.simulation.world.scenario import STEPS, Saying, Scenario, draw
+from tests.simulation.world.world import Killed, Process
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import overlord as ov
 import overlord.torch as ot
-from overlord.constructor.microbatch import build
-from overlord.constructor.views import SPLITS, View, narrow, slice_index
+from overlord.constructor.pack import build
+from overlord.constructor.rank_views import narrow, slice_index
+from overlord.plan.rank_view import SPLITS, View
 from tests.torch.jobs import VOCAB, text_job
 
 torch = pytest.importorskip("torch")

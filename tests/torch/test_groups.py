@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import DataStall, JobError
-from overlord.placetree import BROADCASTS, ClientPlaceTree
-from overlord.torch import frames
-from overlord.torch.frames import Wire
-from overlord.torch.groups import make_group, service_of
+from overlord.mesh import BROADCASTS, ClientPlaceTree
+from overlord.torch import broadcast_frames
+from overlord.torch.broadcast_frames import Wire
+from overlord.torch.process_groups import make_group, service_of
 
 degrees = st.integers(1, 3)
 SUBSETS = [axes for n in range(len(BROADCASTS) + 1) for axes in combinations(BROADCASTS, n)]
@@ -82,7 +82,7 @@ class Late:
 
 
 def test_who_waits_for_a_broadcast_says_so_before_it_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "time", late := Late())
+    monkeypatch.setattr(broadcast_frames, "time", late := Late())
     said: list[tuple[str, float]] = []
     service = service_of(ClientPlaceTree(tp=2), 1, "DP", ("TP",))
     wire = Wire(service, None, torch.device("cpu"), 0.5, stall_warn_s=0.01, on_stall=lambda words, seconds: said.append((words, seconds)))

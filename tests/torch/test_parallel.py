@@ -11,7 +11,7 @@ import pytest
 
 import overlord as ov
 import overlord.torch as ot
-from overlord.constructor.views import join, slice_index
+from overlord.constructor.rank_views import join, slice_index
 from tests.torch.jobs import text_job
 
 torch = pytest.importorskip("torch")
@@ -142,7 +142,7 @@ def test_steps_with_images_have_their_exchanges_as_tensors(tmp_path: Path, strat
 
 def test_what_two_places_of_a_step_share_is_sent_to_the_device_once(tmp_path: Path):
     pytest.importorskip("PIL")
-    from overlord.torch.staging import layout
+    from overlord.torch.pinned_memory import layout
     from tests import images
 
     step = first_steps(images.job(tmp_path, strategy=ov.strategy.vlm(per="microbatch")))[0]

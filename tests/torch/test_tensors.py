@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import overlord as ov
 import overlord.torch as ot
-from overlord.channel.link import SocketLink
-from overlord.torch.facts import Facts
-from overlord.torch.staging import fill, layout, views
+from overlord.torch.microbatch_info import Facts
+from overlord.torch.pinned_memory import fill, layout, views
+from overlord.transport.connection import SocketLink
 from tests.torch.jobs import text_job
 
 torch = pytest.importorskip("torch")

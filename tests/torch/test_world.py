@@ -15,7 +15,7 @@ import torch
 import overlord as ov
 import overlord.torch as ot
 from overlord.client.world import World, world_here
-from overlord.runtime.join import _Board, serving_host
+from overlord.session.rendezvous import _Board, serving_host
 from tests.torch.jobs import text_job
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
@@ -72,7 +72,7 @@ def test_rewinding_is_refused_where_ranks_of_a_launcher_have_no_process_group(mo
 @pytest.mark.parametrize("said", ["many", "-1", "1.5"])
 def test_a_size_of_the_node_that_is_no_number_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, said: str):
     store = torch.distributed.HashStore()
-    monkeypatch.setattr("overlord.runtime.join._store", lambda *_: store)
+    monkeypatch.setattr("overlord.session.rendezvous._store", lambda *_: store)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
     with pytest.raises(ov.JobError, match=f"LOCAL_WORLD_SIZE: expected a whole number, got '{re.escape(said)}'; unset it"):
         serving_host(_Board(0, 2, 1.0, {}))

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import overlord as ov
+from overlord.dryrun.virtual_run import Add, Delays, VirtualExecutor, _Rank
 from overlord.errors import JobError, OverlordError, PlanError, SourceError, StateMismatch, TransformError
-from overlord.messages import AddSource, Cursor, SetMixture
-from overlord.runtime.bootstrap import Blueprint, Options
-from overlord.simulation.engine import Add, Delays, VirtualExecutor, _Rank
+from overlord.messages.control import AddSource, Cursor, SetMixture
+from overlord.setup.prepared_job import Blueprint, Options
 from tests.processes import until
 from tests.worlds import Rows
 

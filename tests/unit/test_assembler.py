@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 from overlord.constructor.assembler import Assembler
 from overlord.errors import SourceError
-from overlord.messages import Attach, Build, Built, Consumed, Deliver, Detach, End, Finish, Release, Stage, Staged
+from overlord.messages.constructor import Build, Built, Deliver, End, Release, Staged
+from overlord.messages.control import Attach, Consumed, Detach, Finish, Stage
 
 
 def stage(step: int, skipped: bool = False) -> Stage:

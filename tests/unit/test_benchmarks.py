@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from overlord.job import Batch
-from overlord.placetree import ClientPlaceTree
-from overlord.planner.dgraph import DGraph
-from overlord.planner.strategy import packed
+from overlord.batch import Batch
+from overlord.mesh import ClientPlaceTree
+from overlord.planning.graph.dgraph import DGraph
+from overlord.planning.strategies import packed
 from overlord.sample import Ragged
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from overlord.calls import cannot_take
+from overlord.user_code import cannot_take
 
 
 @dataclass

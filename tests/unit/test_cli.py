@@ -16,10 +16,10 @@ import yaml
 from click.testing import CliRunner, Result
 
 import overlord as ov
-from overlord.cli import cli
-from overlord.clicluster import without_cores
-from overlord.observe.running import never_ends, step_digest
-from overlord.observe.watch import Taken
+from overlord.cli.jobs import without_cores
+from overlord.cli.main import cli
+from overlord.cli.run import never_ends, step_digest
+from overlord.observe.progress import Taken
 from tests import rays
 from tests.corpus import write_rows
 
@@ -331,7 +331,7 @@ def test_a_plan_that_cannot_be_says_why(tmp_path: Path, args: tuple[str, ...], s
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys\nfrom overlord.cli import cli\ntry:\n    cli(['--help'])\nexcept SystemExit:\n    pass\n"
+        "import sys\nfrom overlord.cli.main import cli\ntry:\n    cli(['--help'])\nexcept SystemExit:\n    pass\n"
         "heavy = {'numpy', 'pyarrow', 'rich', 'yaml', 'tokenizers', 'torch'} & set(sys.modules)\nassert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], env=_env(), capture_output=True, text=True, timeout=60)
@@ -343,7 +343,7 @@ def test_ctrl_c_stops_a_run_saves_its_state_and_leaves_nothing(tmp_path: Path) -
     state = tmp_path / "state.json"
     args = ["run", str(job_file(tmp_path, epochs=None)), "--steps", "1000000", "--digest", "--save", str(state)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "overlord.cli", *args], env=_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "overlord.cli.main", *args], env=_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None
@@ -362,7 +362,7 @@ def test_ctrl_c_stops_a_run_saves_its_state_and_leaves_nothing(tmp_path: Path) -
 def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
     args = ["run", str(job_file(tmp_path, epochs=None)), "--steps", "100000", "--digest"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "overlord.cli", *args], env=_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "overlord.cli.main", *args], env=_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stderr is not None

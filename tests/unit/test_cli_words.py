@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import overlord as ov
+from overlord.cli.inspect_data import is_data
 from overlord.errors import StateMismatch
-from overlord.observe.datafile import is_data
 from tests.corpus import write_rows
 from tests.unit.test_cli import job_file, overlord, rows
 

@@ -13,20 +13,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from overlord import messages
-from overlord.channel import records
-from overlord.channel.codec import decode, encode, register
-from overlord.channel.frame import (
+from overlord.batch import Batch
+from overlord.errors import FrameError, OverlordError
+from overlord.mesh import ClientPlaceTree
+from overlord.messages import client, constructor, control, loader
+from overlord.messages.control import Consumed, Cursor, SetMixture, Skip, StreamState
+from overlord.messages.loader import Announce, Evaluated, Found
+from overlord.plan.plan import Assignment, LoadingPlan
+from overlord.sample import Buffer, Columns, Ragged
+from overlord.transport import record_codec
+from overlord.transport.codec import decode, encode, register
+from overlord.transport.frame import (
     DTYPES,
     pack,
     unpack,
 )
-from overlord.errors import FrameError, OverlordError
-from overlord.job import Batch
-from overlord.messages import Announce, Consumed, Cursor, Evaluated, Found, SetMixture, Skip, StreamState
-from overlord.placetree import ClientPlaceTree
-from overlord.plan import Assignment, LoadingPlan
-from overlord.sample import Buffer, Columns, Ragged
 from tests.frames import joined, sent, tree
 
 
@@ -130,7 +131,7 @@ def test_a_slice_of_a_ragged_column_sends_its_rows_only():
 def test_what_cannot_travel_is_refused_with_its_place(value: Any):
     found = Found.nothing(0)
     with pytest.raises(FrameError, match=re.escape("value[1].found.meta['x']: wanted ")):
-        encode([0, Announce(0, 0, 0, 0, Found(*[getattr(found, n) for n in records.KINDS["Found"].names[:4]], {"x": value}, *[()] * 5))])
+        encode([0, Announce(0, 0, 0, 0, Found(*[getattr(found, n) for n in record_codec.KINDS["Found"].names[:4]], {"x": value}, *[()] * 5))])
 
 
 @pytest.mark.parametrize("key", [1.5, None, True, (1,), b"x", np.int64(1)], ids=repr)
@@ -210,8 +211,9 @@ def test_a_plan_comes_back_valid_and_with_the_same_digest():
 
 
 def test_all_messages_and_what_they_hold_are_known_from_the_start():
-    wanted = {c.__name__ for c in vars(messages).values() if isinstance(c, type) and c.__module__ == messages.__name__}
-    assert wanted | {"LoadingPlan", "Assignment", "ClientPlaceTree", "Buffer"} <= set(records.KINDS)
+    modules = (control, loader, constructor, client)
+    wanted = {c.__name__ for m in modules for c in vars(m).values() if isinstance(c, type) and c.__module__ == m.__name__}
+    assert wanted | {"LoadingPlan", "Assignment", "ClientPlaceTree", "Buffer"} <= set(record_codec.KINDS)
 
 
 STATE = StreamState(3, np.zeros((2, 6), np.int64), (1, 2), (True, False))
@@ -241,7 +243,7 @@ STATE = StreamState(3, np.zeros((2, 6), np.int64), (1, 2), (True, False))
     ],
 )  # fmt: skip
 def test_a_field_of_the_wrong_type_is_refused_where_it_arrives(record: Any, field: str, wrong: Any, words: str):
-    object.__setattr__(record := type(record)(**{n: getattr(record, n) for n in records.KINDS[type(record).__name__].names}), field, wrong)
+    object.__setattr__(record := type(record)(**{n: getattr(record, n) for n in record_codec.KINDS[type(record).__name__].names}), field, wrong)
     header, columns = encode(record)
     with pytest.raises(FrameError, match=re.escape(words)):
         decode(header, columns)
@@ -255,7 +257,7 @@ def test_numbers_of_numpy_fit_where_numbers_are_wanted():
 
 
 def test_a_record_with_other_fields_or_an_unknown_name_is_refused():
-    layout = records.KINDS["Consumed"].layout
+    layout = record_codec.KINDS["Consumed"].layout
     for fields in ([layout, 1], [layout, 1, 2, 3], [layout + 1, 1, 2], [layout], [], ["x", 1, 2]):
         with pytest.raises(
             FrameError, match="wanted a Consumed of rank, step, found one with other fields; both sides must run the same version"
@@ -315,7 +317,7 @@ def test_a_record_of_yours_travels_once_it_is_made_known():
                 register(no_record)
     finally:
         for name in ("Nothing", "Parcel", "Pair"):
-            records.KINDS.pop(name, None)
+            record_codec.KINDS.pop(name, None)
 
 
 def test_a_buffer_comes_back_for_a_strategy_to_see():

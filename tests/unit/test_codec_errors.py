@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from overlord.channel.codec import decode, encode
 from overlord.errors import DataStall, FrameError, JobError, OverlordError, SourceError, StateMismatch
-from overlord.messages import Announce
+from overlord.messages.loader import Announce
+from overlord.transport.codec import decode, encode
 from tests.frames import sent, tree
 
 

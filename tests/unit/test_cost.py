@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.errors import PlanError
-from overlord.planner import cost
+from overlord.planning import cost
 from overlord.sample import Ragged
 
 # Milliseconds of four Llama-12B layers, forward and backward, on one H200, by tokens of the microbatch and length of its documents.

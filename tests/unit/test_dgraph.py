@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from overlord.batch import Batch
 from overlord.errors import JobError, PlanError
-from overlord.job import Batch
-from overlord.placetree import ClientPlaceTree
-from overlord.planner import cost, schedule
-from overlord.planner.dgraph import DGraph
-from overlord.planner.strategy import llm_balance, packed
+from overlord.mesh import ClientPlaceTree
+from overlord.planning import cost, schedule
+from overlord.planning.graph.dgraph import DGraph
+from overlord.planning.strategies import llm_balance, packed
 from overlord.sample import Buffer
 
 TREE = ClientPlaceTree(dp=2, tp=2)

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import overlord as ov
-from overlord.runtime.bootstrap import Options
+from overlord.setup.prepared_job import Options
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(p for p in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
@@ -207,7 +207,7 @@ def test_the_files_of_the_paper_map_exist():
     "page", [ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md", ROOT / "README.md"], ids=lambda page: page.name
 )
 def test_files_named_in_pages_exist(page: Path):
-    """A bare name beside a path (`draw.py` after `planner/planner.py`) may be anywhere in the package."""
+    """A bare name beside a path (`draw.py` after `planning/planner.py`) may be anywhere in the package."""
     for name in re.findall(r"`([\w./]+\.py)`", text_of(page)):
         anywhere = list((ROOT / "src" / "overlord").rglob(name)) if "/" not in name else []
         assert anywhere or (ROOT / "src" / "overlord" / name).is_file() or (ROOT / name).is_file(), name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overlord.runtime.ending import Ending, in_turn
+from overlord.process.shutdown import Ending, in_turn
 
 
 def test_whatever_interrupts_a_step_the_others_are_done_and_the_next_who_comes_does_that_one() -> None:

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.cli import cli
+from overlord.cli.main import cli
+from overlord.cli.plan import find_sample
 from overlord.errors import PlanError
 from overlord.observe.explain import SampleExplanation, StepExplanation, ordinal
-from overlord.observe.planning import find_sample
-from overlord.observe.whereabouts import parse_id
+from overlord.observe.sample_lookup import parse_id
 from tests.corpus import write_rows
 from tests.processes import until
 from tests.worlds import Rows
@@ -188,7 +188,7 @@ def test_a_step_that_is_not_there_is_refused_with_what_is() -> None:
 
 
 def test_a_plan_that_is_no_longer_kept_is_told_from_one_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overlord.runtime.host.KEPT_SAMPLES", 24)
+    monkeypatch.setattr("overlord.cluster.plan_history.KEPT_SAMPLES", 24)
     with ov.launch(small(), prefetch=1) as session:
         client = session.client(0)
         first = session.plan(next(client).step)

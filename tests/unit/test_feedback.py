@@ -16,10 +16,10 @@ import torch
 
 import overlord as ov
 from overlord.errors import JobError, OverlordError, PlanError, StateMismatch
-from overlord.messages import Report, SetMixture, Skip
-from overlord.planner.events import Log
-from overlord.planner.feedback import promised
-from overlord.planner.schedulebase import learns
+from overlord.messages.control import Report, SetMixture, Skip
+from overlord.planning.events import Log
+from overlord.planning.feedback import promised
+from overlord.planning.schedule.base import learns
 from tests.processes import until
 from tests.worlds import Rows
 

@@ -10,15 +10,15 @@ import pytest
 from click.testing import CliRunner
 
 import overlord as ov
-from overlord.cli import cli
+from overlord.cli.main import cli
+from overlord.dryrun.constants import Measured, chosen, probed, samples_of
+from overlord.dryrun.estimate import Asked, constants_of, fleet_of, placed, simulated
+from overlord.dryrun.machines import Fleet
+from overlord.dryrun.run import FleetRun, Ran
+from overlord.dryrun.stand_ins import Probe
 from overlord.errors import JobError
-from overlord.runtime.bootstrap import Blueprint
-from overlord.runtime.options import Options
-from overlord.scaling.fleet import Fleet
-from overlord.simulation.dummies import Probe
-from overlord.simulation.fleetrun import FleetRun, Ran
-from overlord.simulation.measuring import Measured, chosen, probed, samples_of
-from overlord.simulation.scale import Asked, constants_of, fleet_of, placed, simulated
+from overlord.setup.options import Options
+from overlord.setup.prepared_job import Blueprint
 from tests.corpus import write_rows
 from tests.properties.test_fleet import LIKELY
 
@@ -119,7 +119,7 @@ def test_the_command_shows_and_writes_what_it_found(job: ov.Job, tmp_path: Path,
     def kept(blueprint: Blueprint, path: Path, *, again: bool, progress: object) -> Measured:
         return Measured(constants=LIKELY, probes=probed(blueprint, lambda what, done, of: None))
 
-    monkeypatch.setattr("overlord.simulation.scale.measured", kept)  # dummy jobs have their own test
+    monkeypatch.setattr("overlord.dryrun.estimate.measured", kept)  # dummy jobs have their own test
     (tmp_path / "job.yaml").write_text(job.to_yaml())
     done = CliRunner().invoke(cli, [
         "simulate", str(tmp_path / "job.yaml"), "--gpus", "32,64", "--cp", "2", "--json", str(tmp_path / "out.json"),
@@ -142,7 +142,7 @@ def pictured(job: ov.Job, name: str) -> ov.Job:
 
 
 def test_constants_of_the_same_files_without_images_are_not_taken_for_those_with(job: ov.Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overlord.simulation.scale.measured", lambda *_, **__: Measured(constants=LIKELY, probes=()))
+    monkeypatch.setattr("overlord.dryrun.estimate.measured", lambda *_, **__: Measured(constants=LIKELY, probes=()))
     kept = []
     for made in (Blueprint(job, Options()), Blueprint(pictured(job, "s1"), Options())):
         kept.append(constants_of(made, again=False, progress=lambda what, done, of: None)[1])
@@ -153,7 +153,7 @@ def test_constants_of_the_same_files_without_images_are_not_taken_for_those_with
 def test_constants_are_measured_again_for_another_context_treatment_of_long_documents_or_weight(
     job: ov.Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("overlord.simulation.scale.measured", lambda *_, **__: Measured(constants=LIKELY, probes=()))
+    monkeypatch.setattr("overlord.dryrun.estimate.measured", lambda *_, **__: Measured(constants=LIKELY, probes=()))
     heavy = [replace(job.sources[0], weight=5.0), *job.sources[1:]]
     others = [replace(job, batch=ov.Batch(samples=16, context=8)), replace(job, on_long="truncate"), replace(job, sources=heavy)]
     same = replace(job, batch=ov.Batch(samples=32, context=256), place=ov.ClientPlaceTree(dp=4))
@@ -176,6 +176,6 @@ def test_dummy_jobs_hold_a_source_with_images_wherever_it_is_listed_and_few_samp
 
 
 def test_a_mesh_that_no_launch_takes_is_refused_before_anything_is_measured(job: ov.Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overlord.simulation.scale.measured", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("overlord.dryrun.estimate.measured", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(JobError, match=r'simulate, 64 GPUs with cp 2, pp 1, tp 1: place: cp=2 cuts microbatches.*cp_split="none"'):
         simulated(pictured(job, "s1"), Asked(gpus=[64], cp=2))

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from overlord.errors import SourceError
-from overlord.sources.footer import BrokenFooter, parse
 from overlord.sources.index import build_index
+from overlord.sources.parquet_footer import BrokenFooter, parse
 from tests.footers import OTHERS, ROWS, footer_of, with_footer, write_encrypted, write_valid
 from tests.processes import ROOT, WAIT_S
 from tests.reading import read_all

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from overlord.channel.frame import (
+from overlord.errors import FrameError
+from overlord.transport.frame import (
     ALIGN,
     MAX_COLUMNS,
     MAX_FRAME_BYTES,
@@ -21,7 +22,6 @@ from overlord.channel.frame import (
     size_of,
     unpack,
 )
-from overlord.errors import FrameError
 from tests.frames import joined, with_crc
 
 # the layout

@@ -13,17 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.channel.codec import decode, encode
+from overlord.batch import Batch
 from overlord.constructor.assembler import Assembler
-from overlord.constructor.encoding import PixelForm, _fill_all
+from overlord.constructor.images import PixelForm, _fill_all
+from overlord.constructor.payload_gather import MAX_EARLY, Gathering, check_payload
+from overlord.constructor.service import Building
 from overlord.errors import ActorLost, OverlordError, PlanError
-from overlord.job import Batch
-from overlord.messages import Attach, Encoding, Finish, Payload, Placed, Sealed, Stage
-from overlord.plan import Assignment, LoadingPlan
-from overlord.runtime.building import Building
-from overlord.runtime.gathering import MAX_EARLY, Gathering, check_payload
+from overlord.messages.control import Attach, Encoding, Finish, Placed, Sealed, Stage
+from overlord.messages.loader import Payload
+from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.sample import Ragged, Scattered
-from overlord.transforms.pixels import Prefix
+from overlord.transforms.image_items import Prefix
+from overlord.transport.codec import decode, encode
 
 AFTER = Sealed(0, np.zeros(1, np.uint8))
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overlord.batch import Batch
 from overlord.constructor.assembler import Assembler
+from overlord.constructor.payload_gather import MAX_EARLY, Gathering, check_payload
+from overlord.constructor.service import Building
 from overlord.errors import ActorLost, OverlordError, PlanError
-from overlord.job import Batch
-from overlord.messages import Back, Finish, Payload, Placed
-from overlord.recovery import STRIDE
-from overlord.runtime.building import Building
-from overlord.runtime.gathering import MAX_EARLY, Gathering, check_payload
+from overlord.messages.control import STRIDE, Back, Finish, Placed
+from overlord.messages.loader import Payload
 from tests.laws import examples
 from tests.unit.test_gathering import Box, Here, documents, placed
 

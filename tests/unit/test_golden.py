@@ -11,7 +11,7 @@ import json
 import pytest
 
 import overlord as ov
-from overlord.runtime.bootstrap import Blueprint, Options
+from overlord.setup.prepared_job import Blueprint, Options
 from tests.golden.jobs import FILE, STATE, arrays, jobs
 
 KEPT = json.loads(FILE.read_text())

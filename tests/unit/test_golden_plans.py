@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from overlord.planner.strategy import STRATEGIES
+from overlord.planning.strategies import STRATEGIES
 from tests.golden.plans import FILE, cases, written
 
 KEPT = json.loads(FILE.read_text())

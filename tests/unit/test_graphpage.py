@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.errors import OverlordError, PlanError
 from overlord.loader.order import SourceOrder
-from overlord.observe import graphdata
-from overlord.observe.graphdata import Step, column, facts, spans
-from overlord.observe.graphpage import SCRIPTS, page
-from overlord.observe.mermaid import escaped
-from overlord.planner.bindings import Binding, planned_graph
-from overlord.planner.strategy import llm_balance, vlm_hybrid
+from overlord.planning.graph import page_data
+from overlord.planning.graph.lineage import Binding, planned_graph
+from overlord.planning.graph.mermaid import escaped
+from overlord.planning.graph.page import SCRIPTS, page
+from overlord.planning.graph.page_data import Step, column, facts, spans
+from overlord.planning.strategies import llm_balance, vlm_hybrid
 from tests.worlds import Rows
 
-ASSETS = Path(graphdata.__file__).parent / "assets"
+ASSETS = Path(page_data.__file__).parent / "assets"
 HOSTILE = '</script><img src=x onerror="alert(1)">'
 VOID = {"meta", "input", "img", "br", "link", "hr"}
 
@@ -192,7 +192,7 @@ def test_a_step_that_is_not_planned_has_no_graph() -> None:
 
 def test_an_encoder_on_every_rank_is_built_by_the_constructor_of_its_replica() -> None:
     place = ov.ClientPlaceTree(dp=2, tp=2, order=("tp", "pp", "cp", "dp"))
-    from overlord.planner.bindings import constructors_of
+    from overlord.planning.graph.lineage import constructors_of
 
     assert constructors_of(place, "WORLD") == ("constructor/0", "constructor/1", "constructor/0", "constructor/1")
     assert constructors_of(place, "DP") == ("constructor/0", "constructor/1")
@@ -375,7 +375,7 @@ def test_loads_on_the_page_sum_to_those_of_the_plan(tokens: list[int], dp: int, 
     graph = planned(sources, dp, len(tokens), microbatches=5)
     assert graph.bound is not None
     plan, step = graph.bound.plan, step_of(graph)
-    modules = [graphdata._module(step, "backbone", most, most)]
+    modules = [page_data._module(step, "backbone", most, most)]
     conserved({"modules": modules}, plan)
 
 

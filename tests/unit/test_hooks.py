@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import overlord as ov
-from overlord.hooks import CONTRACT
-from overlord.planner.kernel import best_fit
-from overlord.runtime.bootstrap import _source_of
+from overlord.job.hooks import CONTRACT
+from overlord.planning.balance.binpack import best_fit
+from overlord.setup.prepared_job import _source_of
 from tests.processes import until
 from tests.worlds import Rows
 

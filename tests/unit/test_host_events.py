@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from overlord.planner.demand import STRIDE, Demand
-from overlord.runtime.hostactor import QUIET_S, Events
+from overlord.cluster.worker import QUIET_S, Events
+from overlord.planning.demand import STRIDE, Demand
 
 
 def test_what_nobody_waits_for_is_told_with_what_comes_after_it() -> None:

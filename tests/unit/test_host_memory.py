@@ -18,17 +18,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord import allocators
-from overlord.allocators import DEFAULT, LATER, arena_limit, chosen_by_user, limit_arenas
-from overlord.channel.server import dial
-from overlord.limits import cores
-from overlord.runtime import machine
-from overlord.runtime.constructorhost import ConstructorHost
-from overlord.runtime.hostactor import Settings
-from overlord.runtime.machine import Machine
-from overlord.runtime.peers import Peers
-from overlord.runtime.process_control import ProcessControl
-from overlord.sources.views import arrow_of, numpy_of
+from overlord.cluster.constructor_worker import ConstructorHost
+from overlord.cluster.worker import Settings
+from overlord.concurrency import platform
+from overlord.concurrency.platform import Machine
+from overlord.process import malloc
+from overlord.process.cgroup import cores
+from overlord.process.malloc import DEFAULT, LATER, arena_limit, chosen_by_user, limit_arenas
+from overlord.rpc.peers import Peers
+from overlord.rpc.process_launcher import ProcessControl
+from overlord.sources.arrow_numpy import arrow_of, numpy_of
+from overlord.transport.server import dial
 from tests.corpus import write_rows
 from tests.laws import examples
 from tests.processes import WAIT_S
@@ -159,8 +159,8 @@ def test_a_constructor_host_counts_all_its_threads_however_many_links_it_has(lin
             hello = {"role": "loader", "host": k, "incarnation": 1}
             open_links.enter_context(closing(dial(host.address(), "t", hello, timeout_s=WAIT_S)[0]))
         found = sorted(thread.name for thread in set(threading.enumerate()) - before)
-    assert len(found) <= LATER + machine.links, found
-    assert machine.links == 0, "an arena for each link would hold memory that no thread uses"
+    assert len(found) <= LATER + platform.links, found
+    assert platform.links == 0, "an arena for each link would hold memory that no thread uses"
 
 
 @examples(100)
@@ -197,8 +197,8 @@ def test_a_trainer_keeps_its_arenas_where_everything_runs_in_its_process(tmp_pat
     def called(*_: Any) -> int:
         raise AssertionError("the arenas of a trainer's process are not for hosts to limit")
 
-    monkeypatch.setattr(machine, "limit_arenas", called)
-    monkeypatch.setattr(allocators, "limit_arenas", called)
+    monkeypatch.setattr(platform, "limit_arenas", called)
+    monkeypatch.setattr(malloc, "limit_arenas", called)
     write_rows(tmp_path / "ids", "parquet", [{"ids": [1, 2]} for _ in range(20)])
     source = ov.Source("ids", str(tmp_path / "ids"), transforms=[ov.Tokens("ids")])
     job = ov.Job(name="embedded", sources=[source], batch=ov.Batch(samples=4, context=8), place=ov.ClientPlaceTree(dp=1), until=2)

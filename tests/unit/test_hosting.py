@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.runtime.bootstrap import Blueprint, Options
-from overlord.runtime.hosting import Hosting, SourceLoad, load_of, plan_hosts
-from overlord.runtime.partitioning import loads_of
+from overlord.scaling.loader_placement import Hosting, SourceLoad, plan_hosts
 from overlord.scaling.partition import HOST_BYTES, Resources, partition
+from overlord.setup.partition import loads_of
+from overlord.setup.prepared_job import Blueprint, Options
+from overlord.setup.source_loads import load_of
 from tests.corpus import write_rows
 from tests.laws import examples
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from overlord.transforms.imagefile import BadImage, Limits, header
+from overlord.transforms.image_header import BadImage, Limits, header
 from tests.pictures import ANIMATED, BAD, FILES, chunk, jpeg, moving, png_of, turned
 
 

@@ -14,14 +14,14 @@ import pyarrow as pa
 import pytest
 
 import overlord as ov
+from overlord.cli.inspect import inspect_job
 from overlord.errors import JobError, TransformError
-from overlord.observe.inspect import inspect_job
 from overlord.sample import Ragged
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Tokens
+from overlord.transforms.image_items import PREFIX_BYTES, READY, fill, item_grid, item_shape, read_prefix
 from overlord.transforms.images import Images
 from overlord.transforms.pipeline import Pipeline
-from overlord.transforms.pixels import PREFIX_BYTES, READY, fill, item_grid, item_shape, read_prefix
-from overlord.transforms.worker import TransformWorker
+from overlord.transforms.transform_process import TransformWorker
 from tests.pictures import BAD, FILES, jpeg, moving, photo, png, saved, turned
 from tests.reading import read_all
 

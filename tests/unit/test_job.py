@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from overlord.batch import Batch
+from overlord.checks import did_you_mean
 from overlord.errors import JobError
-from overlord.job import Batch, Job, Source, did_you_mean, mixture_problems
-from overlord.placetree import ClientPlaceTree
+from overlord.job.job import Job, Source, mixture_problems
+from overlord.mesh import ClientPlaceTree
 from overlord.transforms.base import Tokens
 
 BATCH = Batch(samples=8, context=16)

@@ -11,15 +11,16 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from overlord import jobfile
+from overlord.batch import CP_SPLITS, LABELS, LAYOUTS, Batch
 from overlord.errors import JobError
-from overlord.job import CP_SPLITS, DRAWS, LABELS, LAYOUTS, MIX_EVERY, ON_LONG, SYNCS, WORKERS, Batch, Job, Source
-from overlord.jobfile import read_job, register_function, write_job
-from overlord.placetree import ClientPlaceTree
-from overlord.planner.strategy import STRATEGIES
+from overlord.job.job import DRAWS, MIX_EVERY, ON_LONG, SYNCS, WORKERS, Job, Source
+from overlord.jobfile import yaml_file
+from overlord.jobfile.yaml_file import read_job, register_function, write_job
+from overlord.mesh import ClientPlaceTree
+from overlord.planning.strategies import STRATEGIES
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
 from overlord.transforms.images import Images
-from overlord.transforms.text import Tokenize
+from overlord.transforms.tokenize import Tokenize
 
 EXAMPLE = """
 name: demo
@@ -45,7 +46,7 @@ def random_row(row: dict[str, Any], rng: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobfile, "_functions", {})
+    monkeypatch.setattr(yaml_file, "_functions", {})
     register_function("clean", clean)
     register_function("random row", random_row)
 

@@ -12,9 +12,9 @@ import pytest
 
 from overlord.errors import JournalError, JournalTaken, StateMismatch
 from overlord.journal.log import Log, read, read_all
-from overlord.journal.place import place_of
 from overlord.journal.record import Record
 from overlord.journal.segment import Header, name_of
+from overlord.journal.storage import place_of
 from overlord.sample import SampleId
 from tests.journals import JOB, Memory, numbers, plan, written
 
@@ -218,7 +218,7 @@ def test_what_decides_touches_no_file_and_no_clock():
     allowed = ("overlord.", "__future__", "collections", "dataclasses", "itertools", "json", "re", "struct", "typing", "zlib")
     for module in ("journal.record", "journal.segment", "journal.chain"):
         assert [name for name in imports_of(module) if not name.startswith(allowed)] == []
-        assert "overlord.journal.place" not in " ".join(imports_of(module))
+        assert "overlord.journal.storage" not in " ".join(imports_of(module))
 
 
 def test_what_a_header_says_is_fit_for_a_terminal():

@@ -12,14 +12,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 import overlord as ov
-from overlord.cli import cli
+from overlord.cli.main import cli
+from overlord.journal.checkpoint import snapshot
+from overlord.journal.job_journal import entries
 from overlord.journal.log import Log, read_all
 from overlord.journal.record import Record
-from overlord.journal.report import verify
+from overlord.journal.replay import Recovered
 from overlord.journal.segment import Header, name_of
-from overlord.recovery.checkpoint import snapshot
-from overlord.recovery.replay import Recovered
-from overlord.runtime.journalling import entries
+from overlord.journal.verify import verify
 from tests.journals import JOB, plain, plan
 
 

@@ -15,8 +15,8 @@ import pytest
 from overlord.errors import JournalError
 from overlord.journal import directory
 from overlord.journal.log import Log, read
-from overlord.journal.report import verify
 from overlord.journal.segment import name_of
+from overlord.journal.verify import verify
 from tests.journals import JOB, numbers, plan
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from overlord.errors import JournalError
 from overlord.journal import directory, log
+from overlord.journal.append_thread import Writer
 from overlord.journal.log import Log
-from overlord.journal.writer import Writer
 from tests.journals import JOB, Memory, numbers, plan
 
 pytestmark = pytest.mark.timeout(200)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from overlord import limits
-from overlord.runtime import options, partitioning
-from overlord.runtime.options import Options
+from overlord.process import cgroup
+from overlord.setup import options, partition
+from overlord.setup.options import Options
 
 MB = 2**20
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -25,7 +25,7 @@ def system(root: Path, groups: str, files: dict[str, str]) -> Path:
 
 
 def test_without_groups_it_is_the_machine(tmp_path: Path) -> None:
-    assert (limits.cores(tmp_path), limits.memory_bytes(tmp_path)) == (HERE, MACHINE)
+    assert (cgroup.cores(tmp_path), cgroup.memory_bytes(tmp_path)) == (HERE, MACHINE)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_without_groups_it_is_the_machine(tmp_path: Path) -> None:
 )
 def test_what_a_group_allows_counts(tmp_path: Path, groups: str, files: dict[str, str]) -> None:
     root = system(tmp_path, groups, files)
-    assert (limits.cores(root), limits.memory_bytes(root)) == (1, 300 * MB)
+    assert (cgroup.cores(root), cgroup.memory_bytes(root)) == (1, 300 * MB)
 
 
 @pytest.mark.parametrize(
@@ -80,19 +80,19 @@ def test_what_a_group_allows_counts(tmp_path: Path, groups: str, files: dict[str
 )
 def test_no_bound_and_what_cannot_be_read_is_the_machine(tmp_path: Path, groups: str, files: dict[str, str]) -> None:
     root = system(tmp_path, groups, files)
-    assert (limits.cores(root), limits.memory_bytes(root)) == (HERE, MACHINE)
+    assert (cgroup.cores(root), cgroup.memory_bytes(root)) == (HERE, MACHINE)
 
 
 def test_a_part_of_a_core_counts_as_one_and_no_bound_gives_more_cores_than_there_are(tmp_path: Path) -> None:
     root = system(tmp_path, "0::/\n", {"cpu.max": "150000 100000\n"})
-    assert limits.cores(root) == min(2, HERE)
+    assert cgroup.cores(root) == min(2, HERE)
     (root / "sys/fs/cgroup/cpu.max").write_text("9900000 100000\n")
-    assert limits.cores(root) == HERE
+    assert cgroup.cores(root) == HERE
 
 
 def test_partition_rings_and_numbers_of_threads_go_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = system(tmp_path, "0::/\n", {"memory.max": f"{400 * MB}\n", "cpu.max": "100000 100000\n"})
-    monkeypatch.setattr(limits, "ROOT", root)
+    monkeypatch.setattr(cgroup, "ROOT", root)
     assert options.n_cores() == 1
     assert options.ring_bytes(Options()) == 100 * MB
-    assert partitioning.machine_memory() == int(0.8 * 400 * MB)
+    assert partition.machine_memory() == int(0.8 * 400 * MB)

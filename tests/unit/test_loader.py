@@ -7,7 +7,8 @@ import numpy as np
 from overlord.errors import SourceError
 from overlord.loader.loader import Loader
 from overlord.loader.order import SourceOrder
-from overlord.messages import Announce, Cursor, Evaluate, Evaluated, Found, Pop, Read, ReadFailed, Refill, WindowRead
+from overlord.messages.control import Cursor, Refill
+from overlord.messages.loader import Announce, Evaluate, Evaluated, Found, Pop, Read, ReadFailed, WindowRead
 
 PLAIN = SourceOrder(name="web", n_chunks=4, seed=0, shuffle=False, shuffle_chunks=1)
 

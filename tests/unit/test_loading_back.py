@@ -11,19 +11,20 @@ import numpy as np
 import pytest
 
 import overlord as ov
-from overlord.channel.server import Server
+from overlord.cluster import loader_worker
+from overlord.cluster.loader_worker import LoaderHost
+from overlord.cluster.worker import Settings
 from overlord.errors import StorageError
-from overlord.loader import memory
-from overlord.loader.buffer import Shelf
+from overlord.loader import replay_buffer
 from overlord.loader.loader import Loader
-from overlord.loader.memory import Memory
 from overlord.loader.order import SourceOrder
-from overlord.messages import Announce, Back, Cursor, Finish, Found, Long, Opening, Part, Payload, Read, ReadFailed, Refill, WindowRead
-from overlord.runtime import loaderhost
-from overlord.runtime.bootstrap import Blueprint, Options, open_loader
-from overlord.runtime.hostactor import Settings
-from overlord.runtime.loaderhost import LoaderHost
+from overlord.loader.replay_buffer import Memory
+from overlord.loader.sample_buffer import Shelf
+from overlord.messages.control import Back, Cursor, Finish, Opening, Part, Refill
+from overlord.messages.loader import Announce, Found, Long, Payload, Read, ReadFailed, WindowRead
 from overlord.sample import Content, Ragged
+from overlord.setup.prepared_job import Blueprint, Options, open_loader
+from overlord.transport.server import Server
 from tests.backing import STRIDE, Drawing, payload_rows
 
 NONE = np.zeros(0, np.int64)
@@ -104,7 +105,7 @@ def brief(news: list[Announce]) -> list[tuple[Any, ...]]:
 
 
 def again(kept: Memory, *cursor: int) -> Any:
-    made = kept.since(memory.Since.of(Cursor(*cursor), PLAIN))
+    made = kept.since(replay_buffer.Since.of(Cursor(*cursor), PLAIN))
     return None if made is None else (made[0], brief(made[1]))
 
 
@@ -135,7 +136,7 @@ def test_documents_that_lost_tokens_are_told_again_from_behind_the_cursor_on(row
     """Row 4 is a sample that was cut: its loss was counted when it was drawn. Rows 1 and 6 were dropped."""
     kept = Memory(PLAIN, Cursor())
     kept.add(Announce(0, 0, 0, 0, found([0, 4], long=[1, 4, 6])))
-    made = kept.since(memory.Since.of(Cursor(0, 0, 0, 0, row, 0), PLAIN))
+    made = kept.since(replay_buffer.Since.of(Cursor(0, 0, 0, 0, row, 0), PLAIN))
     assert made is not None
     (news,) = made[1]
     assert news.found is not None
@@ -160,7 +161,7 @@ def test_memory_reaches_from_the_last_sample_released_on() -> None:
 
 
 def test_announcements_without_a_sample_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "MAX_EMPTY", 4)
+    monkeypatch.setattr(replay_buffer, "MAX_EMPTY", 4)
     kept = Memory(PLAIN, Cursor())
     for window in range(50):
         kept.add(Announce(0, 0, 0, window, found([], dropped=1), True, window == 49))
@@ -543,7 +544,7 @@ def test_a_host_whose_pump_opens_a_source_for_long_is_heard_meanwhile(monkeypatc
         asked = threading.Event()
         told.host._pump.post(lambda: asked.wait(20.0))
         before = told.host.beat()  # on its way when the opening begins
-        monkeypatch.setattr(loaderhost, "open_loader", slow)
+        monkeypatch.setattr(loader_worker, "open_loader", slow)
         told.host.do([replace(told.back(0, 1, STRIDE), afresh=True)])
         asked.set()
         assert opens.wait(20.0)

@@ -14,7 +14,7 @@ import pytest
 import overlord as ov
 from overlord.errors import SourceError
 from overlord.observe.metrics import losses
-from overlord.planner.lost_tokens import Losses
+from overlord.planning.lost_tokens import Losses
 from tests.reference import reference_stream
 from tests.worlds import Rows
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.runtime.asked import Asked
+from overlord.cluster.status import Asked
 from tests.worlds import Rows
 
 

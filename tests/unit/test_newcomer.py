@@ -15,10 +15,10 @@ import yaml
 from click.testing import CliRunner, Result
 
 import overlord as ov
-from overlord.cli import cli
+from overlord.cli.main import cli
 from overlord.demo.run import program
 from overlord.errors import JobError, SourceError
-from overlord.job import ON_LONG
+from overlord.job.job import ON_LONG
 from overlord.observe.svg import Panel, bars
 from overlord.sources.files import Files
 from tests.corpus import write_rows
@@ -169,7 +169,7 @@ def test_what_the_demonstration_says_to_type_next_can_be_typed() -> None:
 
 def test_a_terminal_that_knows_no_bars_still_gets_its_table(tmp_path: Path) -> None:
     source = {"uri": write_rows(tmp_path / "web", "jsonl", [{"tokens": [1, 2]}] * 40, files=1)}
-    command = [sys.executable, "-m", "overlord.cli", "plan", str(job_file(tmp_path, {"web": source})), "--step", "0"]
+    command = [sys.executable, "-m", "overlord.cli.main", "plan", str(job_file(tmp_path, {"web": source})), "--step", "0"]
     done = subprocess.run(command, env={**ENV, "PYTHONIOENCODING": "latin-1"}, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert b"1.000  ????????" in done.stdout

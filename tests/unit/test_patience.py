@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overlord.concurrency.event_loop import Pump, ThreadExecutor
 from overlord.errors import SourceError, StorageError
 from overlord.loader.order import SourceOrder
 from overlord.loader.reader import SourceReader
-from overlord.messages import Read
-from overlord.runtime.local import Pump, ThreadExecutor
+from overlord.messages.loader import Read
 from overlord.sources.base import BadFile, File, ReadOptions, Unreachable
-from overlord.sources.filefaults import DISKS, check_same, gave_up, kind_of, why
-from overlord.sources.handles import ChunkReader, HandleCache
+from overlord.sources.chunk_reader import ChunkReader, HandleCache
+from overlord.sources.file_errors import DISKS, check_same, gave_up, kind_of, why
 from overlord.sources.index import build_index
-from overlord.sources.patience import LONGEST_PAUSE_S, Clock, Failure, Tally, persist
+from overlord.sources.retry import LONGEST_PAUSE_S, Clock, Failure, Tally, persist
 from overlord.transforms.pipeline import Pipeline
 from tests.corpus import write_rows
 from tests.processes import until

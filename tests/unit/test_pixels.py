@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile, ImageOps
 
-from overlord.transforms.imagefile import BadImage, header
+from overlord.transforms.image_header import BadImage, header
+from overlord.transforms.image_items import PREFIX_BYTES, READY, Prefix, fill, item_grid, item_shape, make_ready, read_prefix
 from overlord.transforms.images import MEAN, STD
-from overlord.transforms.pixels import PREFIX_BYTES, READY, Prefix, fill, item_grid, item_shape, make_ready, read_prefix
 from tests.pictures import FILES, alpha, deep, jpeg, photo, png, saved, seen_through, turned
 
 
@@ -261,7 +261,7 @@ def test_large_images_do_not_warn() -> None:
 def test_a_missing_package_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     from overlord.errors import TransformError
 
-    monkeypatch.delitem(sys.modules, "overlord.transforms.decode", raising=False)
+    monkeypatch.delitem(sys.modules, "overlord.transforms.image_decode", raising=False)
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
     with pytest.raises(TransformError, match=r"simplejpeg is not installed; pip install 'overlord-data\[image\]'"):
         made(item_of(FILES["jpeg"]))

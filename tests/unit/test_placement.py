@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 import overlord as ov
+from overlord.cluster import node_placement
+from overlord.cluster.coordinator import ProcessHost
+from overlord.cluster.node_placement import Placement, watch
+from overlord.cluster.worker_factory import Recipes, settings_of
+from overlord.concurrency.platform import Machine
 from overlord.errors import ActorLost, JobError
 from overlord.observe.tables import placement_facts
-from overlord.runtime import placement
-from overlord.runtime.bootstrap import Blueprint
-from overlord.runtime.machine import Machine
-from overlord.runtime.options import Options
-from overlord.runtime.partitioning import hosting_of
-from overlord.runtime.placement import Placement, watch
-from overlord.runtime.placing import Layout, Node
-from overlord.runtime.planned import PlannedEngine
-from overlord.runtime.process import ProcessHost
-from overlord.runtime.starting import Recipes, settings_of
+from overlord.ray.node_choice import Layout, Node
+from overlord.session.cluster_runtime import PlannedEngine
+from overlord.setup.options import Options
+from overlord.setup.partition import hosting_of
+from overlord.setup.prepared_job import Blueprint
 from tests.corpus import write_rows
 from tests.processes import WAIT_S
 
@@ -47,7 +47,7 @@ class Nodes:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     clock = [1000.0]
-    monkeypatch.setattr(placement.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(node_placement.time, "monotonic", lambda: clock[0])
     return clock
 
 
@@ -66,7 +66,7 @@ def test_an_exceeded_share_is_reported_once_in_the_log_and_for_as_long_as_it_las
     _, made = crowded(TRAINER)
     assert made.review() == []
     assert made.figures() == {"sidecar": 0.5, "exceeded": []}, "figures of nodes have not settled yet"
-    now[0] += placement.SETTLED_S + 1
+    now[0] += node_placement.SETTLED_S + 1
     for _ in range(2):
         assert made.review() == [], "there is nowhere to go"
         now[0] += 3
@@ -87,13 +87,13 @@ def test_an_exceeded_share_is_reported_once_in_the_log_and_for_as_long_as_it_las
 def test_hosts_are_proposed_when_a_node_with_room_joins_and_their_successors_go_there_with_the_same_memory(now: list[float]) -> None:
     control, made = crowded(TRAINER)
     control.there.append(Node(id="c", name="cpu-0", idle_cores=4))
-    now[0] += placement.SETTLED_S + 1
+    now[0] += node_placement.SETTLED_S + 1
     assert made.review() == ["loader-host/2", "loader-host/1"]
     made.accept(["loader-host/2", "loader-host/1"])
     assert made.review() == [], "not again while it is under way"
     assert made.place("loader-host/10000", 7)["node"] == "c"
     assert made.memory_of("loader-host/10000") == 7
-    now[0] += placement.AGAIN_S + 1
+    now[0] += node_placement.AGAIN_S + 1
     assert made.review() == ["loader-host/2", "loader-host/1"], "unless nothing came of it"
 
 
@@ -119,7 +119,7 @@ def joined(now: list[float]) -> tuple[Any, Placement]:
     """Two of the hosts are to move: a node with room has joined."""
     control, made = crowded(TRAINER)
     control.there.append(Node(id="c", name="cpu-0", idle_cores=4))
-    now[0] += placement.SETTLED_S + 1
+    now[0] += node_placement.SETTLED_S + 1
     return control, made
 
 
@@ -129,7 +129,7 @@ def test_a_move_is_told_when_it_is_accepted_and_proposed_until_then(now: list[fl
     watch(made, machine, control, lambda hosts, accept: asked.append((hosts, accept)))
     for _ in range(2):
         machine.beat()  # refused, while another change runs
-        now[0] += placement.REVIEW_S
+        now[0] += node_placement.REVIEW_S
     assert [hosts for hosts, _ in asked] == [[2, 1], [2, 1]]
     assert not [r for r in caplog.records if "moves to" in r.getMessage()], "nothing moves yet"
     accept = asked[-1][1]

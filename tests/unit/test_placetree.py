@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from overlord.errors import JobError
-from overlord.placetree import ClientPlaceTree
+from overlord.mesh import ClientPlaceTree
 
 ORDERS = list(itertools.permutations(("pp", "dp", "cp", "tp")))
 

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.runtime.placing import (
+from overlord.ray.node_choice import (
     Layout,
     Node,
     Spot,
@@ -25,7 +25,7 @@ from overlord.runtime.placing import (
     without_job,
     without_ranks,
 )
-from overlord.runtime.ray_place import Place, no_room
+from overlord.ray.placement import Place, no_room
 
 TRAINERS = [Node(id="t0", name="gpu-0", address="10.0.0.1", idle_cores=8), Node(id="t1", name="gpu-1", address="10.0.0.2", idle_cores=8)]
 CPUS = [Node(id="c0", name="cpu-0", address="10.0.1.1", idle_cores=4)]

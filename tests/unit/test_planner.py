@@ -16,17 +16,19 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.constructor.assembler import Assembler
+from overlord.dryrun.virtual_run import Delays
 from overlord.errors import JobError, SourceError
-from overlord.job import UNIT
+from overlord.job.job import UNIT
 from overlord.loader.order import SourceOrder
-from overlord.messages import Announce, Attach, Build, Built, Cursor, Deliver, End, Finish, Found, Release, SetMixture, Skip, Stage, Staged
-from overlord.planner.draw import draw_counts, random_counts, whole_weights
-from overlord.planner.events import still_in_force
-from overlord.planner.schedule import by_source
-from overlord.planner.strategy import llm_balance
-from overlord.planner.stream import SourceStream
-from overlord.runtime.bootstrap import Blueprint, Options
-from overlord.simulation.engine import Delays
+from overlord.messages.constructor import Build, Built, Deliver, End, Release, Staged
+from overlord.messages.control import Attach, Cursor, Finish, SetMixture, Skip, Stage
+from overlord.messages.loader import Announce, Found
+from overlord.planning.draw import draw_counts, random_counts, whole_weights
+from overlord.planning.events import still_in_force
+from overlord.planning.schedule import by_source
+from overlord.planning.strategies import llm_balance
+from overlord.planning.stream import SourceStream
+from overlord.setup.prepared_job import Blueprint, Options
 from tests.laws import examples
 from tests.worlds import Rows, even
 
@@ -328,7 +330,7 @@ def test_of_two_failures_the_earlier_step_is_the_end() -> None:
 
 
 def test_a_step_built_for_nobody_is_let_go() -> None:
-    from overlord.messages import Detach
+    from overlord.messages.control import Detach
 
     assembler = building(0)
     assert assembler.handle(Detach(0)) == []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from overlord.runtime.parts import TICKS, Parts
+from overlord.cluster.launcher import TICKS, Parts
 
 SILENT, STUCK = "it answered nothing for 2 s", "it plans, and does not come to an end for 2 s: step 6, in mine"
 

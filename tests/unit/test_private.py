@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from overlord.runtime import private, ray_folder
-from overlord.runtime.private import NotPrivate, check_private, exposed, make_private, rename_private, trusted_owners
-from overlord.runtime.ray_folder import MAX_ROOT, Folder
-from overlord.runtime.ray_reach import check_folder
+from overlord.ray import folder, private_folder
+from overlord.ray.auth import check_folder
+from overlord.ray.folder import MAX_ROOT, Folder
+from overlord.ray.private_folder import NotPrivate, check_private, exposed, make_private, rename_private, trusted_owners
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def test_a_folder_is_private_whatever_the_umask_is(tmp_path: Path) -> None:
 
 def test_the_longest_root_leaves_room_for_the_longest_path_of_a_socket(tmp_path: Path) -> None:
     number = "4194304"  # the highest that Linux gives to a process
-    folder = f"{'x' * MAX_ROOT}/ov-ray-{number}-abcdefgh/{ray_folder.RAY}"
-    assert len(f"{folder}/session_2026-11-18_02-08-41_568170_{number}/sockets/plasma_store") <= 107
+    root = f"{'x' * MAX_ROOT}/ov-ray-{number}-abcdefgh/{folder.RAY}"
+    assert len(f"{root}/session_2026-11-18_02-08-41_568170_{number}/sockets/plasma_store") <= 107
 
 
 @pytest.mark.parametrize("mode", [0o750, 0o701, 0o777])
@@ -57,7 +57,7 @@ def test_a_symlink_or_a_folder_of_another_account_is_refused_by_name(tmp_path: P
     with pytest.raises(NotPrivate, match=rf"^{tmp_path}/link: .* got a symlink of account {os.geteuid()} "):
         check_private(tmp_path / "link")
     owner = os.geteuid()
-    monkeypatch.setattr(private.os, "geteuid", lambda: owner + 1)
+    monkeypatch.setattr(private_folder.os, "geteuid", lambda: owner + 1)
     with pytest.raises(NotPrivate, match=rf"expected a folder of account {owner + 1} with mode 0700, got a folder of account {owner} "):
         check_private(made)
 
@@ -111,15 +111,15 @@ def test_root_of_the_machine_is_trusted_in_a_user_namespace_too(tmp_path: Path) 
 def test_a_folder_of_temporary_files_that_others_can_change_is_passed_over(
     shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ray_folder, "MAX_ROOT", 200)
-    monkeypatch.setattr(ray_folder.tempfile, "gettempdir", lambda: str(shared))
-    assert ray_folder._root() == shared
+    monkeypatch.setattr(folder, "MAX_ROOT", 200)
+    monkeypatch.setattr(folder.tempfile, "gettempdir", lambda: str(shared))
+    assert folder._root() == shared
     shared.chmod(0o777)
-    assert ray_folder._root() == Path("/tmp")
+    assert folder._root() == Path("/tmp")
     assert f"{shared} is not used for the files of Ray, /tmp is" in caplog.text
-    monkeypatch.setattr(ray_folder, "exposed", lambda path: f"{path} has mode 0777")
+    monkeypatch.setattr(folder, "exposed", lambda path: f"{path} has mode 0777")
     with pytest.raises(NotPrivate, match=r"^/tmp: expected a folder where other accounts cannot rename .*; set TMPDIR to"):
-        ray_folder._root()
+        folder._root()
 
 
 def test_a_cluster_whose_sockets_others_can_replace_is_warned_of_once(shared: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,13 +15,14 @@ import yaml
 from click.testing import CliRunner, Result
 
 import overlord as ov
-from overlord.cli import cli
+from overlord.cli.main import cli
+from overlord.journal import job_journal
 from overlord.loader.reader import ReaderStats
-from overlord.runtime import journalling, partitioning, profiles
-from overlord.runtime.bootstrap import Blueprint, Options
-from overlord.runtime.partitioning import hosting_of, loads_of, partition_of, profiled
-from overlord.runtime.probing import Bounds, fingerprint_of, measure
 from overlord.scaling.profile import JobProfile, SourceProfile
+from overlord.setup import partition, profile_store
+from overlord.setup.measure import Bounds, fingerprint_of, measure
+from overlord.setup.partition import hosting_of, loads_of, partition_of, profiled
+from overlord.setup.prepared_job import Blueprint, Options
 from tests.corpus import write_rows
 from tests.worlds import Rows
 
@@ -32,7 +33,7 @@ WORDS = ["a", "few", "words", "of", "text"]
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Journals are opened again by the process that closed them: a sync that takes longer than a second must not be in the way."""
-    monkeypatch.setattr(journalling, "CLOSE_S", 30.0)
+    monkeypatch.setattr(job_journal, "CLOSE_S", 30.0)
 
 
 def busy(row: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +165,7 @@ def test_a_fingerprint_is_of_files_transforms_and_slices(corpus: Path) -> None:
 
 
 def kept(ready: Blueprint, *costs: float) -> JobProfile:
-    marks = profiles.fingerprints(ready)
+    marks = profile_store.fingerprints(ready)
     return JobProfile.of(
         SourceProfile(name=n, fingerprint=marks[n], samples=100, read_s=0.0, transform_s=c, tokens=4.0)
         for n, c in zip(ready.job.names, costs, strict=True)
@@ -173,12 +174,12 @@ def kept(ready: Blueprint, *costs: float) -> JobProfile:
 
 def test_a_profile_is_kept_in_the_journal_or_by_names_in_the_cache(corpus: Path) -> None:
     made = job(source(corpus))
-    assert Path(profiles.path_of(made, corpus / "c")).parent == corpus / "c" / "profiles"
-    assert profiles.path_of(made, corpus / "c") != profiles.path_of(job(source(corpus, "other")), corpus / "c")
-    assert profiles.path_of(job(source(corpus), journal=corpus / "j"), None) == corpus / "j" / "profile.json"
-    assert profiles.path_of(job(source(corpus), journal=f"file://{corpus}/j"), None) == corpus / "j" / "profile.json"
+    assert Path(profile_store.path_of(made, corpus / "c")).parent == corpus / "c" / "profiles"
+    assert profile_store.path_of(made, corpus / "c") != profile_store.path_of(job(source(corpus, "other")), corpus / "c")
+    assert profile_store.path_of(job(source(corpus), journal=corpus / "j"), None) == corpus / "j" / "profile.json"
+    assert profile_store.path_of(job(source(corpus), journal=f"file://{corpus}/j"), None) == corpus / "j" / "profile.json"
     stored = job(source(corpus), journal="s3://bucket/j/?region=eu")
-    assert profiles.path_of(stored, corpus / "c") == "s3://bucket/j/profile.json?region=eu"
+    assert profile_store.path_of(stored, corpus / "c") == "s3://bucket/j/profile.json?region=eu"
 
 
 @pytest.mark.parametrize("broken", [b"", b"{", b"[1]", b'{"version": 1}', b"\xff\xfe", b"[" * 100_000, b"0" * 400])
@@ -186,20 +187,20 @@ def test_a_broken_profile_is_ignored_with_a_warning(corpus: Path, caplog: pytest
     path = corpus / "profile.json"
     path.write_bytes(broken)
     with caplog.at_level(logging.WARNING, "overlord"):
-        assert profiles.load(path) == JobProfile()
+        assert profile_store.load(path) == JobProfile()
     assert [f"profile {path} is not used" in r.getMessage() for r in caplog.records] == [True]
-    assert profiles.load(corpus / "nowhere.json") == JobProfile()
+    assert profile_store.load(corpus / "nowhere.json") == JobProfile()
     assert len(caplog.records) == 1, "one that is not there is no surprise"
 
 
 def test_what_is_kept_counts_while_the_source_is_the_same(corpus: Path) -> None:
     with blueprint(job(source(corpus), source(corpus, "code")), cache_dir=corpus / "c") as ready:
-        path = profiles.path_of(ready.given, ready.options.cache_dir)
-        assert profiles.save(path, kept(ready, 0.5, 0.25))
-        assert profiles.known(ready) == kept(ready, 0.5, 0.25)
+        path = profile_store.path_of(ready.given, ready.options.cache_dir)
+        assert profile_store.save(path, kept(ready, 0.5, 0.25))
+        assert profile_store.known(ready) == kept(ready, 0.5, 0.25)
         assert [load.cost for load in loads_of(profiled(ready, "process"))] == [0.25, 0.125]
     with blueprint(job(source(corpus, "web", text(corpus)), source(corpus, "code")), cache_dir=corpus / "c") as changed:
-        assert list(profiles.known(changed).sources) == ["code"]
+        assert list(profile_store.known(changed).sources) == ["code"]
         assert loads_of(profiled(changed, "process"))[1].cost == 0.125
     with blueprint(job(source(corpus), source(corpus, "code")), cache_dir=corpus / "c", partition="off") as off:
         assert profiled(off, "process").profile is None
@@ -207,7 +208,7 @@ def test_what_is_kept_counts_while_the_source_is_the_same(corpus: Path) -> None:
 
 def test_a_profile_that_cannot_be_kept_costs_a_warning(corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
     (corpus / "file").write_text("")
-    assert not profiles.save(corpus / "file" / "profile.json", JobProfile())
+    assert not profile_store.save(corpus / "file" / "profile.json", JobProfile())
     assert "is not kept" in caplog.text
 
 
@@ -223,23 +224,23 @@ def watched(columns: dict[str, Any]) -> list[bool]:
 
 
 def test_launch_looks_at_sources_that_may_be_heavy_and_runs_no_code_of_the_users(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiles, "ALL_S", 20.0)  # a machine that is busy with other things
-    monkeypatch.setattr(profiles, "QUICK", Bounds(rows=64, seconds=20.0, memory=False))
+    monkeypatch.setattr(profile_store, "ALL_S", 20.0)  # a machine that is busy with other things
+    monkeypatch.setattr(profile_store, "QUICK", Bounds(rows=64, seconds=20.0, memory=False))
     seen = ov.Source.from_dataset("held", Rows(rows(20)), transforms=[text(corpus)])
     code = source(corpus, "code", ov.Filter(watched), text(corpus))
     with blueprint(job(source(corpus, "text", text(corpus)), source(corpus, "ids"), code, seen)) as ready:
-        found = profiles.quick(ready, loads_of(ready), JobProfile())
+        found = profile_store.quick(ready, loads_of(ready), JobProfile())
         assert list(found.sources) == ["text"]
         assert CALLS == [], "code of the user's does not run at launch"
         probed = found.sources["text"]
         assert 0 < probed.samples <= 64
         assert probed.tokens == 20
-        again = profiles.quick(ready, loads_of(ready), kept(ready, 1.0, 1.0, 1.0, 1.0))
+        again = profile_store.quick(ready, loads_of(ready), kept(ready, 1.0, 1.0, 1.0, 1.0))
         assert again == kept(ready, 1.0, 1.0, 1.0, 1.0), "what is known is not looked at again"
 
 
 def test_a_job_of_small_steps_is_not_looked_at(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partitioning, "quick", None)  # would fail
+    monkeypatch.setattr(partition, "quick", None)  # would fail
     with blueprint(job(source(corpus, "text", text(corpus))), cache_dir=corpus / "c") as ready:
         assert profiled(ready, "process").profile == JobProfile()
 
@@ -279,27 +280,27 @@ def test_guesses_are_corrected_by_what_was_measured_of_their_kind(corpus: Path) 
 def test_batches_in_tokens_draw_long_samples_less_often(corpus: Path) -> None:
     made = job(source(corpus), source(corpus, "code"), batch=ov.Batch(tokens=400, context=64))
     with blueprint(made) as ready:
-        marks = profiles.fingerprints(ready)
+        marks = profile_store.fingerprints(ready)
         fields = {"samples": 9, "read_s": 0.0, "transform_s": 1.0}
         ready.profile = JobProfile.of(
             SourceProfile(name=n, fingerprint=marks[n], tokens=t, **fields) for n, t in (("web", 30.0), ("code", 10.0))
         )
         assert [load.cost for load in loads_of(ready)] == pytest.approx([0.25, 0.75])
-        assert partitioning.sample_tokens(ready) == pytest.approx(15.0)
-        assert partitioning.batch_samples(ready) == round(400 / 15)
+        assert partition.sample_tokens(ready) == pytest.approx(15.0)
+        assert partition.batch_samples(ready) == round(400 / 15)
 
 
 def test_a_schedule_is_asked_how_it_begins(corpus: Path) -> None:
     mixture = ov.schedule.staged({0: {"web": 3.0, "code": 1.0}, 50: {"code": 1.0}})
     with blueprint(job(source(corpus), source(corpus, "code"), mixture=mixture)) as ready:
-        assert partitioning.shares_of(ready) == [0.75, 0.25]
+        assert partition.shares_of(ready) == [0.75, 0.25]
 
 
 def test_in_one_process_only_sources_that_are_worth_it_are_split(corpus: Path) -> None:
     made = job(source(corpus), source(corpus, "code"))
     for code_s, loaders in ((1e-6, 1), (0.1, 4)):
         with blueprint(made, cache_dir=corpus / "c", workers=4) as ready:
-            profiles.save(profiles.path_of(made, corpus / "c"), kept(ready, 1e-6, code_s))
+            profile_store.save(profile_store.path_of(made, corpus / "c"), kept(ready, 1e-6, code_s))
         with ov.launch(made, cache_dir=corpus / "c", workers=4) as session:
             names = [a["name"] for a in session.metrics()["actors"] if a["role"] == "loader"]
             assert sum("code" in name for name in names) == loaders
@@ -315,7 +316,7 @@ def test_time_that_was_waited_and_rows_that_nobody_drew_are_no_cost_of_a_source(
     with blueprint(job(source(corpus)), cache_dir=corpus / "c") as ready:
         row = {"source": "web", "loader": 0, "samples": stats.samples, "tokens": 500}
         row |= {"of_samples_s": stats.of_samples, "core_s": stats.work[0]}
-        found = profiles.Refresher(ready, lambda: {"loaders": [row]}).refresh()
+        found = profile_store.Refresher(ready, lambda: {"loaders": [row]}).refresh()
         ready.profile = found
         assert loads_of(ready)[0].cost == pytest.approx(0.3 / 100), "a tenth of what was read, and what was transformed, of a core"
     web = found.sources["web"]
@@ -327,7 +328,7 @@ def test_a_source_that_is_seldom_drawn_from_counts_when_enough_of_it_has_come_to
     counted = {"samples": 0.0}
     with blueprint(job(source(corpus)), cache_dir=corpus / "c") as ready:
         row = {"source": "web", "loader": 0, "tokens": 4.0, "of_samples_s": (0.0, 1.0), "core_s": 1.0}
-        refresher = profiles.Refresher(ready, lambda: {"loaders": [row | counted]})
+        refresher = profile_store.Refresher(ready, lambda: {"loaders": [row | counted]})
         for samples, known in ((40.0, 0), (60.0, 0), (100.0, 100), (130.0, 100), (170.0, 170)):
             counted["samples"] = samples
             found = refresher.refresh().sources.get("web")
@@ -350,7 +351,7 @@ def test_what_loaders_measure_refreshes_what_is_kept(corpus: Path, workers: str)
     assert slow.transform_s >= LASTS_S, "by the clock; the user's function is no reading"
     assert slow.waited_s >= LASTS_S, "no core is busy with a function that sleeps"
     assert web.core_s > 0
-    assert profiles.load(corpus / "j" / "profile.json") == found
+    assert profile_store.load(corpus / "j" / "profile.json") == found
     with ov.launch(made, resume="auto") as session:
         assert session.profile() == found
 
@@ -363,9 +364,9 @@ def loaders_of(session: ov.Session, name: str) -> int:
 
 
 def test_a_source_that_joins_is_looked_at_and_measured_as_the_others_are(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partitioning, "WORTH_S", 0.0)  # what is read here is next to nothing
-    monkeypatch.setattr(partitioning, "n_cores", lambda: 4)  # one core does not look
-    monkeypatch.setattr(profiles, "ALL_S", 30.0)
+    monkeypatch.setattr(partition, "WORTH_S", 0.0)  # what is read here is next to nothing
+    monkeypatch.setattr(partition, "n_cores", lambda: 4)  # one core does not look
+    monkeypatch.setattr(profile_store, "ALL_S", 30.0)
     made, late = job(source(corpus), until=60), source(corpus, "late", text(corpus))
     with ov.launch(made, cache_dir=corpus / "c") as session:
         client = session.client(0)
@@ -379,13 +380,13 @@ def test_a_source_that_joins_is_looked_at_and_measured_as_the_others_are(corpus:
         assert found.samples > looked.samples, "and then by its loaders"
     again = job(source(corpus), late, until=60)
     with blueprint(again, cache_dir=corpus / "c") as ready:
-        assert profiles.known(ready).sources["late"] == found, "the job that lists it begins with that"
+        assert profile_store.known(ready).sources["late"] == found, "the job that lists it begins with that"
 
 
 def test_a_source_that_joins_gets_loaders_by_what_is_known_of_it_unless_it_is_said(corpus: Path) -> None:
     made, both = job(source(corpus)), job(source(corpus), source(corpus, "late"))
     with blueprint(both, cache_dir=corpus / "c", workers=4) as ready:
-        profiles.save(profiles.path_of(both, corpus / "c"), kept(ready, 1e-6, 0.1))
+        profile_store.save(profile_store.path_of(both, corpus / "c"), kept(ready, 1e-6, 0.1))
     for said, loaders in ((None, 4), (2, 2)):
         with ov.launch(made, cache_dir=corpus / "c", workers=4) as session:
             session.add_source(source(corpus, "late"), loaders=said)
@@ -435,7 +436,7 @@ def test_profile_prints_a_table_distributions_and_the_share_of_file_state(job_ya
     assert "of the sources, at most" in said
     assert "P, by token" in said
     assert "of the memory of 2 sources" in said
-    found = profiles.load(tmp_path / "j" / "profile.json")
+    found = profile_store.load(tmp_path / "j" / "profile.json")
     assert {p.samples for p in found.sources.values()} == {100}
     assert (tmp_path / "p.svg").read_text().startswith("<svg xmlns=")
     assert "what its sources cost" in (tmp_path / "p.html").read_text()
@@ -489,7 +490,7 @@ def test_partition_says_by_how_much_a_demand_is_not_met(job_yaml: Path) -> None:
 
 @pytest.mark.parametrize(("size", "nbytes"), [("256GB", 2**38), ("1.5 GiB", 3 * 2**29), ("512m", 2**29), ("77", 77)])
 def test_sizes_are_written_as_people_do(size: str, nbytes: int) -> None:
-    from overlord.cliscaling import Bytes
+    from overlord.cli.profile import Bytes
 
     assert Bytes().convert(size, None, None) == nbytes
 

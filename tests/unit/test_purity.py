@@ -43,14 +43,14 @@ STANDARD = {  # what a decision may need of the standard library: no clock, no d
     "__future__", "bisect", "collections", "dataclasses", "difflib", "fractions", "functools", "hashlib", "heapq", "itertools", "json",
     "math", "operator", "struct", "types", "typing",
 }  # fmt: skip
-# A job is told paths and hands YAML over to jobfile.py, a source its rows to sources/dataset.py and its URIs to sources/uris.py, which
+# A job is told paths and hands YAML over to jobfile.py, a source its rows to sources/python_objects.py and its URIs to uris.py, which
 # looks for secrets in them; none opens anything.
 # A graph hands itself over to be drawn, when asked.
 EXCEPTIONS = {
     "calls": {"inspect"},  # for the signature of a user's function, no more
-    "job": {"os.PathLike", "pathlib.Path", "overlord.jobfile", "overlord.sources.dataset", "overlord.sources.uris"},
+    "job": {"os.PathLike", "pathlib.Path", "overlord.jobfile.yaml_file", "overlord.sources.python_objects", "overlord.uris"},
     "placetree": {"os.environ"},  # what ``from_env`` reads when it is given nothing
-    "planner.dgraph": {"overlord.observe.mermaid", "overlord.observe.graphpage"},
+    "planner.dgraph": {"overlord.planning.graph.mermaid", "overlord.planning.graph.page"},
 }
 
 

@@ -15,7 +15,7 @@ from overlord.errors import PlanError, TransformError
 from overlord.sample import Ragged, join_rows, no_items
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Tokens
 from overlord.transforms.pipeline import Pipeline
-from overlord.transforms.worker import TransformWorker
+from overlord.transforms.transform_process import TransformWorker
 from tests.corpus import FORMATS, write_rows
 from tests.worlds import Rows, decode
 

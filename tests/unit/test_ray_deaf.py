@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from overlord.runtime import ray_deaf
-from overlord.runtime.ray_deaf import hang_up, not_waited_for
+from overlord.ray import raylet_exit
+from overlord.ray.raylet_exit import hang_up, not_waited_for
 from tests.processes import WAIT_S, until
 
 
@@ -34,7 +34,7 @@ class Line:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Line, Line]]:
-    monkeypatch.setattr(ray_deaf, "_kept", kept := list[socket.socket]())
+    monkeypatch.setattr(raylet_exit, "_kept", kept := list[socket.socket]())
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a socket's path is short
         found = Line(folder, "deaf"), Line(folder, "other")
         yield found

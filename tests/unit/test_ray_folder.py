@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from overlord.runtime.ray_folder import LOCK, MAKING_S, Folder, Terminated, remove_left
+from overlord.ray.folder import LOCK, MAKING_S, Folder, Terminated, remove_left
 from tests.processes import ROOT
 
 OWNER = """
 import os, sys
 from pathlib import Path
-from overlord.runtime.ray_folder import Folder
+from overlord.ray.folder import Folder
 os.getpid = lambda: 999_999_999  # as in another container: nobody has this number here
 print(Folder(Path(sys.argv[1])).path, flush=True)
 input()

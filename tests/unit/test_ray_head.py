@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from overlord.errors import OverlordError
-from overlord.runtime import ray_head
-from overlord.runtime.ray_head import Head
+from overlord.ray import head
+from overlord.ray.head import Head
 
 
 class Answers:
@@ -39,7 +39,7 @@ class Time:
 
 @pytest.fixture(autouse=True)
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    monkeypatch.setattr(ray_head, "time", made := Time())
+    monkeypatch.setattr(head, "time", made := Time())
     return made
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from overlord.channel.address import reachable
-from overlord.runtime.machine import Networked
-from overlord.runtime.ray_actor import Home, _take_over
-from overlord.runtime.ray_reach import Unwelcome, check_joined, check_token, is_refused, same_head
+from overlord.concurrency.platform import Networked
+from overlord.ray.auth import Unwelcome, check_joined, check_token, is_refused, same_head
+from overlord.ray.worker import Home, _take_over
+from overlord.transport.address import reachable
 
 SHUT, OPEN = {False: False, True: True}, {False: True, True: True}  # who shows a token is let in: False, one who shows none
 

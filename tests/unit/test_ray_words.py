@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from overlord.cluster.supervisor import worn_out
 from overlord.errors import ActorLost
-from overlord.recovery.supervisor import worn_out
-from overlord.runtime.ray_words import BYTES, LINES, Words
+from overlord.ray.worker_logs import BYTES, LINES, Words
 
 
 def test_the_last_lines_are_those_of_this_actor_without_what_ray_writes_for_itself(tmp_path: Path) -> None:

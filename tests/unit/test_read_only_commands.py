@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 import overlord as ov
-from overlord.cli import cli
-from overlord.runtime.bootstrap import Blueprint
-from overlord.runtime.session import Session
-from overlord.simulation.measuring import Measured, probed
+from overlord.cli.main import cli
+from overlord.dryrun.constants import Measured, probed
+from overlord.session.session import Session
+from overlord.setup.prepared_job import Blueprint
 from tests.properties.test_fleet import LIKELY
 from tests.unit.test_cli import job_file, overlord, step_lines
 
@@ -42,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def constants(blueprint: Blueprint, path: Path, *, again: bool, progress: object) -> Measured:
         return Measured(constants=LIKELY, probes=probed(blueprint, lambda what, done, of: None))
 
-    monkeypatch.setattr("overlord.simulation.scale.measured", constants)  # dummy jobs have a test of their own
+    monkeypatch.setattr("overlord.dryrun.estimate.measured", constants)  # dummy jobs have a test of their own
     monkeypatch.setenv("OVERLORD_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -170,11 +170,11 @@ def test_plan_and_explain_know_what_was_changed_while_the_job_ran(tmp_path: Path
 
 
 def test_a_step_that_the_journal_no_longer_keeps_follows_from_the_job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from overlord.recovery.checkpoint import Interval
-    from overlord.runtime import journalling
+    from overlord.journal import job_journal
+    from overlord.journal.checkpoint import Interval
 
     monkeypatch.setattr(Interval, "due", lambda self, snapshot, since, plans: plans >= 2)
-    monkeypatch.setattr(journalling, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(job_journal, "SEGMENT_BYTES", 1)
     job, journal = journaled(tmp_path)
     overlord("run", job, "--steps", "8")
     with ov.launch(ov.Job.from_yaml(job_file(tmp_path / "alone"))) as session:

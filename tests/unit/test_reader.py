@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import overlord as ov
-from overlord.messages import Evaluate, Read
-from overlord.runtime.bootstrap import Blueprint, Options
+from overlord.messages.loader import Evaluate, Read
+from overlord.session.local_runtime import local_runtime
+from overlord.setup.prepared_job import Blueprint, Options
 from tests.corpus import write_rows
 
 
@@ -28,7 +29,7 @@ class Nowhere:
 
 def test_a_window_does_not_hold_the_row_group_it_was_cut_from(tmp_path: Path) -> None:
     glob = write_rows(tmp_path, "parquet", [{"tokens": list(range(500))} for _ in range(1000)], files=1)
-    reader = readers(glob, ov.Tokens("tokens"), slice_rows=10).host(Nowhere()).loading.hosted[0].reader
+    reader = local_runtime(readers(glob, ov.Tokens("tokens"), slice_rows=10), Nowhere()).loading.hosted[0].reader
     reader.read(Read(0, 0, 0, 0, (0,)))
     assert reader._window is not None
     assert sum(t.get_total_buffer_size() for t in reader._window.tables) < 100_000  # the row group has four megabytes
@@ -51,7 +52,7 @@ def test_slices_that_disagree_on_a_type_spoil_only_their_own_rows(tmp_path: Path
 
 def test_rows_are_evaluated_only_as_far_as_asked(tmp_path: Path) -> None:
     glob = write_rows(tmp_path, "parquet", [{"tokens": [i]} for i in range(100)], files=1)
-    reader = readers(glob, ov.Tokens("tokens")).host(Nowhere()).loading.hosted[0].reader
+    reader = local_runtime(readers(glob, ov.Tokens("tokens")), Nowhere()).loading.hosted[0].reader
     assert reader.read(Read(0, 0, 0, 0, (0,))).rows == 100
     outcome, content = reader.evaluate(Evaluate(0, 3))
     assert (len(outcome.found), content.tokens.values.tolist()) == (3, [0, 1, 2])

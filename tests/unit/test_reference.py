@@ -20,9 +20,10 @@ import pytest
 import zstandard
 
 from overlord import hashing
-from overlord.job import Batch, Job, Source
+from overlord.batch import Batch
+from overlord.job.job import Job, Source
 from overlord.transforms.base import Filter, Map, Select, Tokens
-from overlord.transforms.text import Tokenize
+from overlord.transforms.tokenize import Tokenize
 from tests.reference import U, key64, keyed_hash, reference_stream, whole
 
 

@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.journal import directory
+from overlord.journal import directory, job_journal
+from overlord.journal.checkpoint import Interval, changes, samples_of, snapshot
 from overlord.journal.directory import Directory
-from overlord.journal.place import refusal
 from overlord.journal.record import Record
-from overlord.recovery.checkpoint import Interval, changes, samples_of, snapshot
-from overlord.runtime import journalling
+from overlord.journal.storage import refusal
 from tests.journaled import recovered
 from tests.processes import until
 
@@ -63,7 +62,7 @@ def undisturbed() -> list[tuple[int, str]]:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Journals are opened again by the process that closed them: a sync that takes longer than a second must not be in the way."""
-    monkeypatch.setattr(journalling, "CLOSE_S", 30.0)
+    monkeypatch.setattr(job_journal, "CLOSE_S", 30.0)
 
 
 # who is let in
@@ -403,7 +402,7 @@ def test_a_disk_that_takes_longer_than_the_closing_is_let_go_of_behind_it(tmp_pa
             next(session.client(0))
 
     with ov.launch(job(tmp_path)) as session:
-        monkeypatch.setattr(journalling, "CLOSE_S", 0.01)
+        monkeypatch.setattr(job_journal, "CLOSE_S", 0.01)
         monkeypatch.setattr(directory, "_sync_data", slow)
         trainer = threading.Thread(target=drain)
         trainer.start()
@@ -420,8 +419,8 @@ def test_a_disk_that_takes_longer_than_the_closing_is_let_go_of_behind_it(tmp_pa
 def test_a_directory_that_lets_nothing_be_removed_is_told_of_and_the_job_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: list[tuple[int, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(journalling, "SEGMENT_BYTES", 400)
-    monkeypatch.setattr(journalling, "Interval", lambda: Interval(ratio=4, most_plans=3))
+    monkeypatch.setattr(job_journal, "SEGMENT_BYTES", 400)
+    monkeypatch.setattr(job_journal, "Interval", lambda: Interval(ratio=4, most_plans=3))
     monkeypatch.setattr(directory.Path, "unlink", _not_allowed)
     with ov.launch(job(tmp_path)) as session:
         assert take(session, 39) == undisturbed[:39]
@@ -442,8 +441,8 @@ def _not_allowed(self: Path, missing_ok: bool = False) -> None:
 
 
 def test_old_segments_go_and_snapshots_are_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journalling, "SEGMENT_BYTES", 2000)
-    monkeypatch.setattr(journalling, "Interval", lambda: Interval(ratio=4, most_plans=1000))
+    monkeypatch.setattr(job_journal, "SEGMENT_BYTES", 2000)
+    monkeypatch.setattr(job_journal, "Interval", lambda: Interval(ratio=4, most_plans=1000))
     with ov.launch(job(tmp_path)) as session:
         take(session, 200)
         figures = session.metrics()["journal"]

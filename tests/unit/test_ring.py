@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.channel.peerslots import PeerSlots
-from overlord.channel.ring import CELLS, Holder, Ring, slot_size
-from overlord.channel.slot import Slot, map_foreign, sealed_memfd
 from overlord.errors import DataStall, FrameError, OverlordError
+from overlord.transport.peer_segments import PeerSlots
+from overlord.transport.segment import Slot, map_foreign, sealed_memfd
+from overlord.transport.shared_memory import CELLS, Holder, Ring, slot_size
 
 MB = 2**20
 
@@ -139,7 +139,7 @@ def sleeps(waiter: threading.Thread, ring: Ring) -> None:
 @pytest.fixture
 def _nothing_but_the_bell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits would look again by itself after a second; here not within the test."""
-    monkeypatch.setattr("overlord.channel.ring.LOST_WAKE_S", 300.0)
+    monkeypatch.setattr("overlord.transport.shared_memory.LOST_WAKE_S", 300.0)
 
 
 @pytest.mark.usefixtures("_nothing_but_the_bell")

@@ -12,7 +12,7 @@ import pytest
 
 import overlord as ov
 from overlord.errors import JobError, PlanError
-from overlord.planner.strategy import DENSE_12B, VIT_1B, encoder_balance, vlm, vlm_hybrid
+from overlord.planning.strategies import DENSE_12B, VIT_1B, encoder_balance, vlm, vlm_hybrid
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from overlord.cluster.event_outbox import Sayings
 from overlord.errors import DataStall, PlanError
-from overlord.messages import SetMixture
-from overlord.runtime.sayings import Sayings
+from overlord.messages.control import SetMixture
 
 A, B = SetMixture(10, {"a": 1.0}), SetMixture(10, {"a": 2.0})
 

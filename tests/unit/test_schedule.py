@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 import overlord as ov
+from overlord.batch import Batch
 from overlord.errors import JobError, PlanError
-from overlord.job import Batch, Job, Source
-from overlord.planner import schedule as library
-from overlord.planner.schedule import Base, bind, by_source, factories, make, register_schedule
+from overlord.job.job import Job, Source
+from overlord.planning import schedule as library
+from overlord.planning.schedule import Base, bind, by_source, factories, make, register_schedule
 
 A, B = {"web": 1.0}, {"web": 1.0, "code": 3.0}
 S = ov.schedule

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 import overlord as ov
-from overlord.channel.handshake import Later
 from overlord.errors import (
     ActorLost,
     DataStall,
@@ -35,8 +34,9 @@ from overlord.errors import (
     StorageError,
     TransformError,
 )
-from overlord.planner.strategy import llm_balance
-from overlord.runtime.private import NotPrivate
+from overlord.planning.strategies import llm_balance
+from overlord.ray.private_folder import NotPrivate
+from overlord.transport.handshake import Later
 from tests.processes import WAIT_S, until
 from tests.worlds import Rows
 
@@ -820,7 +820,7 @@ def test_a_closed_session_holds_no_payload() -> None:
 
 
 def test_plans_kept_for_people_are_bounded_by_their_samples_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overlord.runtime.host.KEPT_SAMPLES", 40)
+    monkeypatch.setattr("overlord.cluster.plan_history.KEPT_SAMPLES", 40)
     with launch(job(dp=1)) as session:
         take(session.client(0), 12)
         assert len(session.plan(11)) == 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.recovery.shadow import Shadows
+from overlord.cluster.standby_plan import Shadows
 
 SOURCE = [0, 0, 1, 2]  # of loaders 0 to 3
 NODES: dict[int, str] = {}  # not of a cluster

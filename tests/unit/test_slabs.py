@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import overlord as ov
-from overlord.constructor.slabs import SlabPool
+from overlord.buffer_pool import SlabPool
 from tests.worlds import Rows
 
 MB = 2**20

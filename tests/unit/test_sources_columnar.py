@@ -9,8 +9,8 @@ import pytest
 
 from overlord.errors import SourceError
 from overlord.sources.base import ReadOptions, Unreachable
+from overlord.sources.chunk_reader import ChunkReader, HandleCache
 from overlord.sources.formats import FORMATS
-from overlord.sources.handles import ChunkReader, HandleCache
 from overlord.sources.index import build_index
 from tests.corpus import write_rows
 from tests.reading import read_all

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from overlord.errors import JobError, SourceError
-from overlord.sources.dataset import Factory
 from overlord.sources.index import build_index
+from overlord.sources.python_objects import Factory
 from tests.reading import read_all
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from overlord.errors import StorageError
 from overlord.sources.base import ReadOptions
+from overlord.sources.chunk_reader import ChunkReader, HandleCache
 from overlord.sources.files import Files
-from overlord.sources.handles import ChunkReader, HandleCache
 from overlord.sources.index import build_index
 from overlord.sources.lru import Lru
 from tests.corpus import FORMATS, write_rows

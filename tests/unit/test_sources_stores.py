@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.cli import cli
+from overlord.cli.main import cli
 from overlord.errors import JobError, JournalError, SourceError
-from overlord.journal.place import place_of
-from overlord.sources import readahead, stores
+from overlord.journal.storage import place_of
+from overlord.sources import object_store, range_file
 from overlord.sources.base import Unreachable
 from overlord.sources.files import Files
-from overlord.sources.patience import Failure
-from overlord.sources.readahead import RangeFile
-from overlord.sources.storefaults import gave_up, why
-from overlord.sources.stores import Remote
-from overlord.sources.uris import scrub, uri_problems
+from overlord.sources.object_store import Remote
+from overlord.sources.range_file import RangeFile
+from overlord.sources.retry import Failure
+from overlord.sources.store_errors import gave_up, why
+from overlord.uris import scrub, uri_problems
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 TOKEN = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZ0123456"
@@ -194,7 +194,7 @@ def test_a_remote_file_reads_like_the_bytes_themselves(data, reads, ranges):
     small = {"FIRST": 16, "READ_AHEAD": 64, "TAIL": 8, "GAP": 4, "RUNS": 2}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in small.items():
-            patch.setattr(readahead, name, value)
+            patch.setattr(range_file, name, value)
         asked = []
 
         def fetch(a, b):
@@ -202,7 +202,7 @@ def test_a_remote_file_reads_like_the_bytes_themselves(data, reads, ranges):
             asked.append((a, b))
             return memoryview(data)[a:b]
 
-        told = readahead.joined([(a, min(a + n, len(data))) for a, n in ranges if a < len(data)])
+        told = range_file.joined([(a, min(a + n, len(data))) for a, n in ranges if a < len(data)])
         ours, theirs = RangeFile(fetch, len(data), told), io.BytesIO(data)
         for at, n in reads:
             assert ours.seek(at) == theirs.seek(at)
@@ -244,7 +244,7 @@ def test_a_bucket_pickles_without_client_or_credentials(monkeypatch):
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    stores._connect.cache_clear()
+    object_store._connect.cache_clear()
     with pytest.raises(SourceError, match=r"needs the package obstore; pip install 'overlord-data\[store\]'"):
         Files.resolve("s3://bucket/*.parquet", source="web")
 

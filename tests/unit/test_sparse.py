@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlord.errors import SourceError
-from overlord.sources import sparse
+from overlord.sources import arrow_partial_read
 from overlord.sources.base import ReadOptions
-from overlord.sources.handles import ChunkReader, HandleCache
+from overlord.sources.chunk_reader import ChunkReader, HandleCache
 from overlord.sources.index import build_index
 from tests.corpus import write_rows
 from tests.reading import read_all
@@ -74,7 +74,7 @@ def write(path: Path, table: pa.Table, *, file: bool = True, rows: int = 10**9, 
 def test_all_rows_come_as_they_were_written_whether_batches_are_read_whole_or_in_part(table, small, file, step, rows, packed, wanted):
     columns = wanted.draw(st.none() | st.permutations(table.column_names).map(lambda names: tuple(names[: max(1, len(names) // 2)])))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse, "SMALL", small)
+        patch.setattr(arrow_partial_read, "SMALL", small)
         found = read_all(str(write(Path(folder) / "a.arrow", table, file=file, rows=rows, packed=packed)), slice_rows=step, columns=columns)
     assert found.reasons == []
     assert found.rows == table.select(list(columns or table.column_names)).to_pylist()
@@ -83,7 +83,7 @@ def test_all_rows_come_as_they_were_written_whether_batches_are_read_whole_or_in
 @pytest.mark.parametrize("small", [0, 10**9])
 @pytest.mark.parametrize("file", [True, False])
 def test_batches_without_rows_and_wide_schemas_are_passed_over(tmp_path, monkeypatch, small, file):
-    monkeypatch.setattr(sparse, "SMALL", small)
+    monkeypatch.setattr(arrow_partial_read, "SMALL", small)
     table = pa.table({f"column {k} with a name": ["x", "y"] for k in range(100)})  # metadata of more than one read
     make = pa.ipc.new_file if file else pa.ipc.new_stream
     with make(str(tmp_path / "a.arrow"), table.schema) as out:
@@ -142,7 +142,7 @@ def test_what_is_broken_is_the_same_whether_batches_are_read_whole_or_in_part(tm
             (tmp_path / "b.arrow").write_bytes(data)
             seen = []
             for small in (0, 10**9):
-                monkeypatch.setattr(sparse, "SMALL", small)
+                monkeypatch.setattr(arrow_partial_read, "SMALL", small)
                 found = read_all(str(tmp_path / "b.arrow"), slice_rows=8)
                 seen.append((found.rows, found.ids, found.reasons))
             assert seen[0] == seen[1]
@@ -167,7 +167,7 @@ def test_flipped_bits_never_end_the_process_and_cost_the_same_rows_either_way(fi
             data[int(where * len(data))] ^= 1 << bit
         path.write_bytes(data)
         for small in (0, 10**9):
-            patch.setattr(sparse, "SMALL", small)
+            patch.setattr(arrow_partial_read, "SMALL", small)
             try:
                 found = read_all(str(path), slice_rows=8, columns=("t", "l"))
                 seen.append((found.rows, found.ids, [row for row, _ in found.reasons]))

@@ -10,14 +10,14 @@ from click.testing import CliRunner
 
 pytest.importorskip("ray")
 
-from overlord.cli import cli
+from overlord.cli import detached_jobs
+from overlord.cli.detached_jobs import Status
+from overlord.cli.main import cli
+from overlord.cluster.loader_stats import KEPT_DECISIONS, Watching
 from overlord.errors import JobError
 from overlord.observe.tables import scaling_facts
-from overlord.runtime import ray_jobs
-from overlord.runtime.ray_jobs import Status
-from overlord.runtime.serving import Served
-from overlord.runtime.watching import KEPT_DECISIONS, Watching
 from overlord.scaling.scaler import CannotKeepUp, Limits, ReadAhead, Scale, Scaler
+from overlord.serving.session_server import Served
 from tests.unit.test_cli import job_file
 
 DECIDED = (
@@ -61,7 +61,7 @@ def test_what_was_decided_is_shown_with_step_and_reason_and_who_cannot_keep_up_w
             {"name": "loader-host/1", "node": "gpu-1", "asked": {"cores": 0.0, "memory": 0.0}, "pid": 9, "state": "running"},
         ),
     )  # fmt: skip
-    monkeypatch.setattr(ray_jobs, "jobs", lambda address: [job])
+    monkeypatch.setattr(detached_jobs, "jobs", lambda address: [job])
     result = CliRunner(env={"COLUMNS": "200"}).invoke(cli, ["status", "--address", "here:6379"])
     assert result.exit_code == 0, result.output
     lines = [line.strip() for line in result.output.splitlines()]
@@ -76,8 +76,8 @@ def test_what_was_decided_is_shown_with_step_and_reason_and_who_cannot_keep_up_w
 
 def test_a_token_is_shown_to_who_asks_for_it_by_the_name_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Status(name="demo", state="running", address="tcp://here", steps=9, taken=8, clients=2, parts=())
-    monkeypatch.setattr(ray_jobs, "jobs", lambda address: [job])
-    monkeypatch.setattr(ray_jobs, "served", lambda name, address: Served("overlord://10.0.0.1:7/k", f"secret of {name} at {address}"))
+    monkeypatch.setattr(detached_jobs, "jobs", lambda address: [job])
+    monkeypatch.setattr(detached_jobs, "served", lambda name, address: Served("overlord://10.0.0.1:7/k", f"secret of {name} at {address}"))
     result = CliRunner().invoke(cli, ["status", "--address", "here:6379", "--token", "demo"])
     assert result.output == "OVERLORD_ADDRESS=overlord://10.0.0.1:7/k\nOVERLORD_TOKEN=secret of demo at here:6379\n"
     assert "secret" not in CliRunner().invoke(cli, ["status", "--address", "here:6379"]).output
@@ -90,7 +90,7 @@ def test_for_how_long_a_job_may_begin_is_an_option(monkeypatch: pytest.MonkeyPat
         asked.append(start_s)
         return Served("overlord://10.0.0.1:7/k", "secret")
 
-    monkeypatch.setattr(ray_jobs, "submit", submit)
+    monkeypatch.setattr(detached_jobs, "submit", submit)
     command = ["serve", str(job_file(tmp_path)), "--runtime", "ray", "--address", "here:6379"]
     for more in (["--detach"], ["--detach", "--start-s", "900"]):
         result = CliRunner().invoke(cli, [*command, *more])
@@ -102,4 +102,4 @@ def test_for_how_long_a_job_may_begin_is_an_option(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("start_s", [0, -1.0, float("nan"), float("inf"), "90", True])
 def test_a_time_to_begin_that_is_none_is_refused_by_name(start_s: Any) -> None:
     with pytest.raises(JobError, match=r"submit: start_s: wanted a number of seconds above 0, found"):
-        ray_jobs.submit(None, address="here:6379", start_s=start_s)  # type: ignore[arg-type]
+        detached_jobs.submit(None, address="here:6379", start_s=start_s)  # type: ignore[arg-type]

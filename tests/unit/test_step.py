@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 import overlord as ov
+from overlord.buffer_pool import SlabPool
 from overlord.client.step import Step
-from overlord.constructor.builder import Bucket, StagedStep, build_buckets, build_groups
+from overlord.constructor.build import Bucket, StagedStep, build_buckets, build_groups
 from overlord.constructor.compact import IDS
-from overlord.constructor.microbatch import fresh
-from overlord.constructor.slabs import SlabPool
-from overlord.constructor.views import narrow, view_of
-from overlord.messages import Stage, StreamState, Told
+from overlord.constructor.pack import fresh
+from overlord.constructor.rank_views import narrow
+from overlord.messages.client import Told
+from overlord.messages.control import Stage, StreamState
+from overlord.plan.rank_view import view_of
 from overlord.sample import Buffer, Ragged
 
 LENGTHS = [3, 9, 4, 12, 1, 7, 5, 6]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from overlord.errors import ActorLost
-from overlord.recovery.supervisor import (
+from overlord.cluster.supervisor import (
     Beat,
     Closing,
     CutOff,
@@ -22,6 +21,7 @@ from overlord.recovery.supervisor import (
     Tick,
     Up,
 )  # fmt: skip
+from overlord.errors import ActorLost
 
 C, L, M = "constructor-host/0", "loader-host/0", "loader-host/1"
 NINE = "killed by signal 9"

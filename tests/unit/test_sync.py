@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 import overlord as ov
-from overlord.job import SYNCS
+from overlord.job.job import SYNCS
+from overlord.journal import job_journal
 from overlord.observe.tables import plan_view
-from overlord.runtime import journalling
-from overlord.runtime.agreeing import difference, parts_of
-from overlord.runtime.bootstrap import Blueprint, Options
+from overlord.setup.job_agreement import difference, parts_of
+from overlord.setup.prepared_job import Blueprint, Options
 
 ROWS = [{"tokens": [i] * (1 + i * i * i % 61)} for i in range(240)]
 PLACE = ov.ClientPlaceTree(dp=2)
@@ -24,7 +24,7 @@ PLACE = ov.ClientPlaceTree(dp=2)
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that closed a journal opens it again: a slow sync must not be in the way."""
-    monkeypatch.setattr(journalling, "CLOSE_S", 30.0)
+    monkeypatch.setattr(job_journal, "CLOSE_S", 30.0)
 
 
 def job(**changes: Any) -> ov.Job:
@@ -109,7 +109,7 @@ def test_a_journal_that_does_not_say_when_ranks_waited_goes_on_with_the_same_sam
     with ov.launch(job()) as session:
         wanted = [samples for samples, _ in steps(session, 6)]
     with monkeypatch.context() as before:
-        before.setattr(journalling, "slots_of", lambda job: repr(job.place))
+        before.setattr(job_journal, "slots_of", lambda job: repr(job.place))
         with ov.launch(job(sync="step", journal=str(tmp_path))) as session:  # as llm_balance placed then
             got = [samples for samples, _ in steps(session, 3)]
     with ov.launch(job(journal=str(tmp_path)), resume="auto") as session:

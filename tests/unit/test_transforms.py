@@ -17,14 +17,14 @@ import pyarrow as pa
 import pytest
 
 from overlord.errors import ActorLost, DataStall, JobError, TransformError
-from overlord.forking import how_it_ended
-from overlord.sources.columns import table_of
-from overlord.sources.mixed import column_of
+from overlord.process.forkserver import how_it_ended
+from overlord.sources.clean_tables import table_of
+from overlord.sources.mixed_columns import column_of
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Tokens
-from overlord.transforms.imagerows import read_images
+from overlord.transforms.image_rows import read_images
 from overlord.transforms.pipeline import Pipeline
-from overlord.transforms.text import Tokenize, build_encoder
-from overlord.transforms.worker import TransformWorker
+from overlord.transforms.tokenize import Tokenize, build_encoder
+from overlord.transforms.transform_process import TransformWorker
 from tests.processes import WAIT_S, left_after
 
 
@@ -119,7 +119,7 @@ def test_specs_read_well_and_pickle():
 
 def test_importing_specs_and_job_files_loads_neither_pyarrow_nor_tokenizers():
     code = (
-        "import sys, overlord.jobfile, overlord.transforms.base; print([m for m in ('pyarrow', 'tokenizers', 'torch') if m in sys.modules])"
+        "import sys, overlord.jobfile.yaml_file, overlord.transforms.base; print([m for m in ('pyarrow', 'tokenizers', 'torch') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
@@ -201,7 +201,7 @@ def test_the_tokenizer_is_loaded_once_per_process(tokenizer: str):
 
 
 def test_encoding_runs_on_the_calling_thread_unless_the_user_wants_otherwise(tokenizer: str):
-    code = "import os, sys; from overlord.transforms.text import *; build_encoder(Tokenize(sys.argv[1])); "
+    code = "import os, sys; from overlord.transforms.tokenize import *; build_encoder(Tokenize(sys.argv[1])); "
     code += "print(os.environ['TOKENIZERS_PARALLELISM'])"
     for given, wanted in (({}, "false"), ({"TOKENIZERS_PARALLELISM": "true"}, "true")):
         env = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"} | given
@@ -632,7 +632,7 @@ def test_an_error_in_the_worker_is_the_same_error_here(tokenizer: str):
 
 @pytest.mark.parametrize("how", ["killed", "left"])
 def test_a_worker_that_dies_is_named(how: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("overlord.transforms.worker.CLOSE_S", WAIT_S)  # how it ended is the fork server's to say
+    monkeypatch.setattr("overlord.transforms.transform_process.CLOSE_S", WAIT_S)  # how it ended is the fork server's to say
     with TransformWorker(pipeline(Map(leave if how == "left" else upper), Tokenize(tokenizer)), "transforms of 'web' (1)") as worker:
         if how == "killed":
             assert worker.pid is not None

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from overlord.client.callers import refuse_ahead
+from overlord.client.caller_check import refuse_ahead
 from overlord.client.step import Microbatch, Step, check_count
-from overlord.constructor.builder import Bucket
+from overlord.constructor.build import Bucket
 from overlord.errors import DataStall, OverlordError, PlanError
-from overlord.messages import Sealed, StreamState, Told
+from overlord.messages.client import Told
+from overlord.messages.control import Sealed, StreamState
 
 if TYPE_CHECKING:
-    from overlord.placetree import ClientPlaceTree
-    from overlord.runtime.session import Session
+    from overlord.mesh import ClientPlaceTree
 
 log = logging.getLogger("overlord")
 
@@ -100,7 +100,7 @@ class Client:
         self._warn_s, self._limit_s, self._on_stall = stall_warn_s, stall_limit_s, on_stall
         self._pid = os.getpid()
         self._gate = threading.Lock()  # held for the moment in which a step becomes the trainer's, and while the session is moved
-        self.session: Session | None = None  # of the one client that owns it (``join``)
+        self.session: Any = None  # of the one client that owns it (``join``)
         self._failed = False  # left by an exception: others need not be waited for
         self._fault: BaseException | None = None  # that one
         self.waited_s = 0.0  # time the trainer spent waiting here

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 from weakref import WeakSet
 
-from overlord.channel.dialling import AGAIN_S
-from overlord.client.asking import FRONT_DOOR, Asking
 from overlord.client.client import Box, Client, State
-from overlord.client.remote import HOSTS, RemoteInbox
+from overlord.client.control_client import FRONT_DOOR, Asking
+from overlord.client.remote_queue import HOSTS, RemoteInbox
 from overlord.client.world import process_groups
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, LinkRefused, OverlordError, StateMismatch
-from overlord.messages import Sealed
+from overlord.messages.control import Sealed
+from overlord.transport.connect import AGAIN_S
 
 log = logging.getLogger("overlord")
 
@@ -206,7 +206,7 @@ class _Connected:
 
     def _report(self, box: Box, step: Any, metrics: Any, next_step: int) -> None:
         """Looked at here, so that scalars of any library become numbers and mistakes are told without a way."""
-        from overlord.planner.feedback import checked
+        from overlord.messages.reports import checked
 
         rank, generation = self._asking.rank, cast(Away, box).generation
         try:

@@ -14,21 +14,23 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from overlord.channel.address import HAS_SHARED_MEMORY
-from overlord.channel.dialling import dial
-from overlord.channel.link import CLOSES, TIMEOUT, Link
-from overlord.channel.server import Server
+from overlord.batch import Batch
 from overlord.client.client import Inbox
+from overlord.concurrency.command_loop import Carrier
+from overlord.concurrency.event_loop import Pump, ThreadExecutor
 from overlord.constructor.assembler import Assembler
-from overlord.constructor.builder import Bucket
+from overlord.constructor.build import Bucket
+from overlord.constructor.payload_gather import Gathering, check_payload
+from overlord.constructor.service import Building
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
-from overlord.job import Batch
-from overlord.messages import Finish, Payload, Placed, Sealed, Told, Took
-from overlord.observe.memory import pss_bytes
-from overlord.runtime.building import Building
-from overlord.runtime.carrier import Carrier
-from overlord.runtime.gathering import Gathering, check_payload
-from overlord.runtime.local import Pump, ThreadExecutor
+from overlord.messages.client import Told, Took
+from overlord.messages.control import Finish, Placed, Sealed
+from overlord.messages.loader import Payload
+from overlord.process.memory import pss_bytes
+from overlord.transport.address import HAS_SHARED_MEMORY
+from overlord.transport.connect import dial
+from overlord.transport.connection import CLOSES, TIMEOUT, Link
+from overlord.transport.server import Server
 
 log = logging.getLogger("overlord")
 

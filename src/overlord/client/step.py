@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from overlord.constructor.compact import Opened
-from overlord.constructor.views import FIRST, LAST
 from overlord.errors import PlanError
+from overlord.plan.rank_view import FIRST, LAST
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
-    from overlord.constructor.builder import Bucket
-    from overlord.messages import Told
-    from overlord.placetree import ClientPlaceTree
+    from overlord.constructor.build import Bucket
+    from overlord.mesh import ClientPlaceTree
+    from overlord.messages.client import Told
 
 
 class Piece(NamedTuple):

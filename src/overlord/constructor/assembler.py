@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from overlord.messages import Attach, Back, Build, Built, Consumed, Deliver, Detach, End, Finish, Release, Resume, Stage, Staged
+from overlord.messages.constructor import Build, Built, Deliver, End, Release, Resume, Staged
+from overlord.messages.control import Attach, Back, Consumed, Detach, Finish, Stage
 
 Command = Build | Deliver | Release | End | Resume
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from overlord.constructor.microbatch import BLOCK, IGNORE, SLICE_FROM, documents, fresh, ranges, wide_of
-from overlord.constructor.views import PER_TOKEN, View
-from overlord.constructor.wide import Wide
-from overlord.job import Batch
-from overlord.messages import Form
+from overlord.batch import Batch
+from overlord.constructor.batch_arrays import Wide
+from overlord.constructor.pack import BLOCK, IGNORE, SLICE_FROM, documents, fresh, ranges, wide_of
+from overlord.constructor.rank_views import PER_TOKEN
+from overlord.messages.client import Form
+from overlord.plan.rank_view import View
 
 IDS = "ids"  # the one array with an entry for every token; never a key of a microbatch
 JOIN_FROM = 100  # mean tokens a document; from here on a slice of each costs less than gathering by index

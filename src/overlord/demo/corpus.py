@@ -17,14 +17,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from overlord.demo.storing import Storing, word_ids
+from overlord.batch import Batch
+from overlord.demo.storage import Storing, word_ids
 from overlord.demo.texts import KINDS, texts_of
 from overlord.errors import OverlordError, TransformError
 from overlord.extras import pip_install
-from overlord.job import Batch, Job, Source
-from overlord.placetree import ClientPlaceTree
+from overlord.job.job import Job, Source
+from overlord.mesh import ClientPlaceTree
 from overlord.transforms.base import Tokens
-from overlord.transforms.text import Tokenize
+from overlord.transforms.tokenize import Tokenize
 
 END = "<|end|>"
 TRAINING_CHARS = 2_000_000  # a third of the corpus; more costs seconds and moves few merges

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.job import Job
-from overlord.plan import LoadingPlan
-from overlord.planner.strategy import STRATEGIES
+from overlord.job.job import Job
+from overlord.plan.plan import LoadingPlan
+from overlord.planning.strategies import STRATEGIES
 from overlord.sample import Buffer
 
 if TYPE_CHECKING:

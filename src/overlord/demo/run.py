@@ -20,20 +20,20 @@ from overlord.demo.corpus import Say, Shape, cannot_write, later_mixture, make_c
 from overlord.demo.figures import Figures, compare, lengths_by_source, mixes
 from overlord.demo.pages import report
 from overlord.demo.show import live_view, progress_line, side_by_side, summary
-from overlord.demo.storing import Storing
+from overlord.demo.storage import Storing
 from overlord.drill.faults import parse_faults
 from overlord.drill.run import Drill, rehearse
 from overlord.drill.show import drill_view
-from overlord.observe.memory import pss_bytes
+from overlord.observe.progress import Meter, Taken, interruptible, watch
 from overlord.observe.tables import waiting
-from overlord.observe.watch import Meter, Taken, interruptible, watch
+from overlord.process.memory import pss_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from overlord.drill.run import Report
-    from overlord.job import Job
-    from overlord.plan import LoadingPlan
+    from overlord.job.job import Job
+    from overlord.plan.plan import LoadingPlan
 
 ShowStep = Callable[[Taken, Meter], None]
 COMPUTE_S = 0.12  # what the stand-in for a trainer takes for a first step whose ranks are equal
@@ -92,7 +92,7 @@ def program() -> str:
     if found and os.path.abspath(found) == beside:
         return "overlord"
     if not os.access(beside, os.X_OK):
-        return f"{shlex.quote(sys.executable)} -m overlord.cli"
+        return f"{shlex.quote(sys.executable)} -m overlord.cli.main"
     near = os.path.relpath(beside)
     return shlex.quote(beside if near.startswith("..") else near)
 

@@ -15,8 +15,8 @@ from overlord.observe.tables import bar, grid
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from overlord.observe.watch import Meter
-    from overlord.plan import LoadingPlan
+    from overlord.observe.progress import Meter
+    from overlord.plan.plan import LoadingPlan
 
 SOURCE_COLORS = ("blue", "green", "yellow", "cyan", "magenta", "red")
 

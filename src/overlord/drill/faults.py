@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from overlord.checks import did_you_mean
 from overlord.errors import JobError
-from overlord.job import did_you_mean
 
 KILL, STOP = "kill", "stop"
 ROLES = ("planner", "loader-host", "constructor-host", "all")

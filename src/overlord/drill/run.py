@@ -19,8 +19,8 @@ from overlord.drill.faults import KILL, Fault
 from overlord.errors import JobError
 
 if TYPE_CHECKING:
-    from overlord.job import Job
-    from overlord.runtime.session import Session
+    from overlord.job.job import Job
+    from overlord.session.session import Session
 
 SETTLE_S = 30.0  # for parts that were hit last to be replaced, before what became of them is told
 LOST_AFTER_S = 2.0  # a drill is not to wait long for a part that stands still

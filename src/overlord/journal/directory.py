@@ -11,13 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from overlord.errors import JournalError
-from overlord.journal.place import NameTaken, refusal, whoami
 from overlord.journal.segment import SUFFIX, ordinal_of
+from overlord.journal.storage import NameTaken, refusal, whoami
+from overlord.scaling.profile import PROFILE
 
 log = logging.getLogger("overlord")
 
 LOCK = "journal.lock"
-PROFILE = "profile.json"  # kept beside it: what the job's sources cost
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 _sync_data = getattr(os, "fdatasync", os.fsync)  # it also makes a file's new length durable
 _held: set[Directory] = set()  # not weak: who drops a log without closing it still has its files open

@@ -13,12 +13,12 @@ from secrets import token_hex
 from types import TracebackType
 from typing import Self, TypeVar
 
-from overlord import __version__
 from overlord.errors import JournalError, JournalTaken, StateMismatch
-from overlord.journal.chain import Chain, Cut, Reading, pruned
-from overlord.journal.place import NameTaken, Place, place_of, whoami
 from overlord.journal.record import Record, pack
 from overlord.journal.segment import NOTHING_BEFORE, After, Header, Opened, SegmentHeader, header_bytes, name_of, open_header, seed_of
+from overlord.journal.segments import Chain, Cut, Reading, pruned
+from overlord.journal.storage import NameTaken, Place, place_of, whoami
+from overlord.version import __version__
 
 SEGMENT_BYTES = 2**24  # read whole when the journal is opened, and what pruning frees at a time
 TRIES = 10  # of what another process may disturb: a list that changes while it is read, a number that is taken

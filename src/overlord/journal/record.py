@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from overlord.channel.codec import decode, encode
-from overlord.channel.frame import pack as pack_frame
-from overlord.channel.frame import unpack as unpack_frame
 from overlord.errors import FrameError, JournalError
+from overlord.transport.codec import decode, encode
+from overlord.transport.frame import pack as pack_frame
+from overlord.transport.frame import unpack as unpack_frame
 
 MARK = b"\xf5OVR"
 VERSION = 1

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from overlord.messages import Cursor, Long
+from overlord.messages.control import Cursor
+from overlord.messages.loader import Long
 from overlord.sample import Content, Ragged, join_rows, take_rows
-from overlord.sources.views import arrow_of
+from overlord.sources.arrow_numpy import arrow_of
 from overlord.transforms.base import Block
 
 

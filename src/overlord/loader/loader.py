@@ -10,9 +10,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from overlord.loader.memory import Memory, Since
 from overlord.loader.order import SourceOrder
-from overlord.messages import Announce, Cursor, Evaluate, Evaluated, Found, Pop, Read, ReadFailed, Refill, WindowRead
+from overlord.loader.replay_buffer import Memory, Since
+from overlord.messages.control import GROUPS_AHEAD, Cursor, Refill
+from overlord.messages.loader import Announce, Evaluate, Evaluated, Found, Pop, Read, ReadFailed, WindowRead
 
 Command = Read | Evaluate | Announce
 
@@ -20,7 +21,6 @@ BLOCK_S = 0.016  # a block of rows should cost about this much: 80 times the 0.2
 # Rows of the first block read ahead; each is twice the one before until blocks cost what they should. With hundreds of sources step 1
 # would else wait until all have read several steps ahead.
 FIRST_BLOCK = 8
-GROUPS_AHEAD = 8  # groups a loader may open beyond the one the planner draws from; windows in memory are bounded by the level
 
 
 class Loader:

@@ -16,18 +16,19 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from overlord.calls import told
-from overlord.errors import DataStall, OverlordError, SourceError, StorageError, TransformError
+from overlord.errors import DataStall, Later, OverlordError, SourceError, StorageError, TransformError
 from overlord.loader.blocks import all_bad, long_of, merged, rows_of
-from overlord.loader.code import Code
 from overlord.loader.order import SourceOrder
-from overlord.messages import Cursor, Evaluate, Evaluated, Found, Read, WindowRead
+from overlord.loader.running_code import Code
+from overlord.messages.control import Cursor
+from overlord.messages.loader import Evaluate, Evaluated, Found, Read, WindowRead
 from overlord.sample import Content, take_rows
 from overlord.sources.base import RawSlice
-from overlord.sources.columns import compact
+from overlord.sources.clean_tables import compact
 from overlord.sources.index import Index
-from overlord.sources.patience import CLOCK, SLOW_S, Clock, Later
+from overlord.sources.retry import CLOCK, SLOW_S, Clock
 from overlord.transforms.base import Block, RowIds, Staged
+from overlord.user_code import told
 
 READS = 64  # of which it is known how long they took
 

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from overlord.checks import did_you_mean
 from overlord.errors import PlanError
-from overlord.job import did_you_mean
-from overlord.messages import Cursor, Stage, StreamState
-from overlord.observe.whereabouts import COUNTED, Whereabouts, parse_id
-from overlord.planner.bindings import constructors_of
-from overlord.planner.events import latest
+from overlord.messages.control import Cursor, Stage, StreamState
+from overlord.observe.sample_lookup import COUNTED, Whereabouts, parse_id
+from overlord.planning.events import latest
+from overlord.planning.graph.lineage import constructors_of
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
-    from overlord.job import Job
+    from overlord.job.job import Job
     from overlord.loader.order import SourceOrder
-    from overlord.plan import Assignment, LoadingPlan
-    from overlord.planner.spec import Quarantined
+    from overlord.plan.plan import Assignment, LoadingPlan
+    from overlord.planning.spec import Quarantined
     from overlord.sources.index import Index
 
 DEAREST = 5  # samples of the slowest bucket that are named
@@ -64,9 +64,9 @@ class Explanation:
         return asdict(self)
 
     def __str__(self) -> str:
-        from overlord.observe import explaintext
+        from overlord.observe import explain_text
 
-        return explaintext.text(self)
+        return explain_text.text(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.observe.memory import pss_bytes
-from overlord.planner.spec import Mixed
+from overlord.planning.spec import Mixed
+from overlord.process.memory import pss_bytes
 
 if TYPE_CHECKING:
-    from overlord.planner.planner import Planner
-    from overlord.planner.spec import Ledger
-    from overlord.runtime.planneractor import Counted
+    from overlord.cluster.coordinator_actor import Counted
+    from overlord.planning.planner import Planner
+    from overlord.planning.spec import Ledger
 
 
 def job_metrics(

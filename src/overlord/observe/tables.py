@@ -11,16 +11,16 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from overlord.observe.explaintext import waits
-from overlord.planner.lost_tokens import share
+from overlord.observe.explain_text import waits
+from overlord.planning.lost_tokens import share
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from overlord.job import Job
-    from overlord.observe.inspect import SourceReport
-    from overlord.observe.watch import Meter
-    from overlord.plan import LoadingPlan
+    from overlord.job.job import Job
+    from overlord.observe.progress import Meter
+    from overlord.observe.source_report import SourceReport
+    from overlord.plan.plan import LoadingPlan
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 BUCKETS = 64  # rows of a plan that are shown

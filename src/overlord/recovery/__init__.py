@@ -4,4 +4,3 @@ There is one recovery, whatever was lost: back to the last step that every rank 
 are a function of state and event log, so the same steps come again, and whoever has one already ignores it.
 """
 
-STRIDE = 2**20  # generations between two recoveries: between them a source may be opened again so often

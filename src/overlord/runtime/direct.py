@@ -15,19 +15,20 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
-from overlord.channel.address import HAS_SHARED_MEMORY
-from overlord.channel.link import Link
-from overlord.channel.server import Server
-from overlord.channel.serverlink import ServerLink
 from overlord.client.direct import LEFT, DirectInbox
-from overlord.constructor.views import served_ranks
+from overlord.cluster.coordinator import ProcessHost
+from overlord.cluster.plan_router import Cuts, spread
+from overlord.cluster.status import Remote
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
-from overlord.messages import Attach, Detach, Finish, Told, Took
-from overlord.planner.cut import Cuts, spread
-from overlord.runtime.asked import Remote
-from overlord.runtime.control import Control, Handle, Record
-from overlord.runtime.delivery import MOVED, UNBOUNDED
-from overlord.runtime.process import ProcessHost
+from overlord.messages.client import Told, Took
+from overlord.messages.control import Attach, Detach, Finish
+from overlord.plan.rank_view import served_ranks
+from overlord.rpc.actors import Control, Handle, Record
+from overlord.serving.step_publisher import MOVED, UNBOUNDED
+from overlord.transport.address import HAS_SHARED_MEMORY
+from overlord.transport.connection import Link
+from overlord.transport.server import Server
+from overlord.transport.server_connection import ServerLink
 
 GONE = "the steps that were sent to this rank are gone with the client they were sent to; load a saved state on every rank"
 

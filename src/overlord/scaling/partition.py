@@ -15,8 +15,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from overlord.runtime.hosting import Hosting, SourceLoad, plan_hosts
 from overlord.scaling.levels import CLUSTER, Cluster, clusters_of, total_workers
+from overlord.scaling.loader_placement import Hosting, SourceLoad, plan_hosts
 from overlord.scaling.threads import worth
 
 HOST_BYTES = 28 * 2**20  # of a host before it reads anything

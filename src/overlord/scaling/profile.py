@@ -176,3 +176,6 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+PROFILE = "profile.json"  # kept beside it: what the job's sources cost

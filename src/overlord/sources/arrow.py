@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from overlord.sources import columns as cols
+from overlord.sources import clean_tables as cols
+from overlord.sources.arrow_partial_read import BROKEN, Batch, Messages, checked
 from overlord.sources.base import (
     NO_ROWS,
     BadFile,
@@ -28,7 +29,6 @@ from overlord.sources.base import (
     make_chunks,
     no_rows_chunk,
 )
-from overlord.sources.sparse import BROKEN, Batch, Messages, checked
 
 if TYPE_CHECKING:
     from overlord.sources.files import Files

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from overlord.errors import SourceError
 from overlord.sources.base import BadFile, File, Unreachable, short_read
-from overlord.sources.filefaults import UNDER_RUN, briefly, check_same
-from overlord.sources.patience import Tally
-from overlord.sources.readahead import READ_AHEAD, RangeFile
-from overlord.sources.stores import Entry, Remote
-from overlord.sources.uris import KNOWN, OBJECT_STORES, SCHEME, scrub, shown_uri, uri_problems
+from overlord.sources.file_errors import UNDER_RUN, briefly, check_same
+from overlord.sources.object_store import Entry, Remote
+from overlord.sources.range_file import READ_AHEAD, RangeFile
+from overlord.sources.retry import Tally
+from overlord.uris import KNOWN, OBJECT_STORES, SCHEME, scrub, shown_uri, uri_problems
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from overlord.errors import SourceError
 from overlord.sources.arrow import Arrow
 from overlord.sources.base import File, Format
-from overlord.sources.dataset import DatasetFormat, FactoryFormat
 from overlord.sources.jsonl import Jsonl
 from overlord.sources.parquet import Parquet
+from overlord.sources.python_objects import DatasetFormat, FactoryFormat
 from overlord.sources.webdataset import WebDataset
 
 _ALL: tuple[Format, ...] = (Parquet(), Jsonl(), WebDataset(), Arrow(), DatasetFormat(), FactoryFormat())

@@ -22,12 +22,12 @@ import numpy as np
 from overlord.errors import SourceError
 from overlord.hashing import digest
 from overlord.sources.base import BadFile, Chunks, File, Format, ReadOptions, Unreachable, concat_chunks, make_chunks, no_rows_chunk
-from overlord.sources.dataset import Factory, files_of, fingerprint_of
-from overlord.sources.filefaults import briefly
+from overlord.sources.file_errors import briefly
 from overlord.sources.files import Files
 from overlord.sources.formats import FORMATS, SUFFIXES, format_named, format_of
-from overlord.sources.sidebyside import At, InTurn, SideBySide
-from overlord.sources.uris import scrub
+from overlord.sources.parallel_map import At, InTurn, SideBySide
+from overlord.sources.python_objects import Factory, files_of, fingerprint_of
+from overlord.uris import scrub
 
 log = logging.getLogger("overlord")
 

@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.extras import pip_install
-from overlord.sources import columns as cols
+from overlord.sources import clean_tables as cols
 from overlord.sources.base import NO_ROWS, BadFile, Chunks, File, RawSlice, ReadOptions, make_chunks, no_rows_chunk
+from overlord.sources.decompress import Line, gunzip, plain, split_lines, unzstd
 from overlord.sources.files import BLOCK
-from overlord.sources.unpack import Line, gunzip, plain, split_lines, unzstd
 
 if TYPE_CHECKING:
     from overlord.sources.files import Files

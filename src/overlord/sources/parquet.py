@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from overlord.sources import columns as cols
+from overlord.sources import clean_tables as cols
 from overlord.sources.base import (
     BadFile,
     Chunks,
@@ -35,9 +35,9 @@ from overlord.sources.base import (
     no_rows_chunk,
     short_read,
 )
-from overlord.sources.footer import BrokenFooter, Layout, parse
 from overlord.sources.lru import Lru
-from overlord.sources.readahead import joined
+from overlord.sources.parquet_footer import BrokenFooter, Layout, parse
+from overlord.sources.range_file import joined
 
 if TYPE_CHECKING:
     from overlord.sources.files import Files

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from overlord.sources import columns as cols
+from overlord.sources import clean_tables as cols
 from overlord.sources.base import NO_ROWS, Chunks, File, RawSlice, ReadOptions, make_chunks, no_rows_chunk
 from overlord.sources.files import BLOCK
-from overlord.sources.tarfmt import BrokenTar, Cursor, Member, members
+from overlord.sources.tar import BrokenTar, Cursor, Member, members
 
 if TYPE_CHECKING:
     from overlord.sources.files import Files

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from overlord.extras import pip_install
 
 _HOME = {
-    "tensors": "overlord.torch.steps", "TensorStep": "overlord.torch.steps", "TensorMicrobatch": "overlord.torch.steps",
-    "DevicePrefetcher": "overlord.torch.device",
+    "tensors": "overlord.torch.tensors", "TensorStep": "overlord.torch.tensors", "TensorMicrobatch": "overlord.torch.tensors",
+    "DevicePrefetcher": "overlord.torch.device_prefetch",
     "Dataset": "overlord.torch.dataset", "StatefulLoader": "overlord.torch.dataset",
     "LoaderState": "overlord.torch.checkpoint", "save_state": "overlord.torch.checkpoint", "load_state": "overlord.torch.checkpoint",
     "token_loss": "overlord.torch.loss", "source_losses": "overlord.torch.loss", "token_losses": "overlord.torch.loss",
-    "join": "overlord.torch.joining", "BroadcastClient": "overlord.torch.broadcast",
-    **dict.fromkeys(("route", "place_rows", "Exchange", "tied", "share_rows"), "overlord.torch.routing"),
+    "join": "overlord.torch.rendezvous", "BroadcastClient": "overlord.torch.broadcast_client",
+    **dict.fromkeys(("route", "place_rows", "Exchange", "tied", "share_rows"), "overlord.torch.image_routing"),
 }  # fmt: skip
 _MODULES = {"adapters": "overlord.torch.adapters"}
 
@@ -44,21 +44,21 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from overlord.torch import adapters as adapters
-    from overlord.torch.broadcast import BroadcastClient as BroadcastClient
+    from overlord.torch.broadcast_client import BroadcastClient as BroadcastClient
     from overlord.torch.checkpoint import LoaderState as LoaderState
     from overlord.torch.checkpoint import load_state as load_state
     from overlord.torch.checkpoint import save_state as save_state
     from overlord.torch.dataset import Dataset as Dataset
     from overlord.torch.dataset import StatefulLoader as StatefulLoader
-    from overlord.torch.device import DevicePrefetcher as DevicePrefetcher
-    from overlord.torch.joining import join as join
+    from overlord.torch.device_prefetch import DevicePrefetcher as DevicePrefetcher
+    from overlord.torch.image_routing import Exchange as Exchange
+    from overlord.torch.image_routing import place_rows as place_rows
+    from overlord.torch.image_routing import route as route
+    from overlord.torch.image_routing import share_rows as share_rows
+    from overlord.torch.image_routing import tied as tied
     from overlord.torch.loss import source_losses as source_losses
     from overlord.torch.loss import token_loss as token_loss
     from overlord.torch.loss import token_losses as token_losses
-    from overlord.torch.routing import Exchange as Exchange
-    from overlord.torch.routing import place_rows as place_rows
-    from overlord.torch.routing import route as route
-    from overlord.torch.routing import share_rows as share_rows
-    from overlord.torch.routing import tied as tied
-    from overlord.torch.steps import TensorMicrobatch as TensorMicrobatch
-    from overlord.torch.steps import TensorStep as TensorStep
+    from overlord.torch.rendezvous import join as join
+    from overlord.torch.tensors import TensorMicrobatch as TensorMicrobatch
+    from overlord.torch.tensors import TensorStep as TensorStep

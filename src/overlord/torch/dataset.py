@@ -10,16 +10,16 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from overlord.client.callers import Ahead, nothing_ahead, refuse_sharing, taken_ahead
+from overlord.client.caller_check import Ahead, nothing_ahead, refuse_sharing, taken_ahead
 from overlord.client.step import check_count
 from overlord.client.world import process_groups
 from overlord.errors import JobError, StateMismatch
-from overlord.job import Job
-from overlord.torch.marks import State, state_behind
-from overlord.torch.meeting import meet, refuse_apart
+from overlord.job.job import Job
+from overlord.torch.dataloader_worker import InWorker, refuse_workers, world_size
 from overlord.torch.position import NOT_BEGUN, Position, Trail, position_of
-from overlord.torch.steps import TensorMicrobatch, TensorStep
-from overlord.torch.workers import InWorker, refuse_workers, world_size
+from overlord.torch.rewind_barrier import meet, refuse_apart
+from overlord.torch.saved_state import State, state_behind
+from overlord.torch.tensors import TensorMicrobatch, TensorStep
 
 log = logging.getLogger("overlord")
 
@@ -254,10 +254,10 @@ def _endless(job: Job) -> bool:
 def _joined(job: Job, rank: int | None, options: Mapping[str, Any]) -> Any:
     """The client of this process's rank; one that knows the plan's broadcasts where there are process groups to broadcast in."""
     if (groups := process_groups()) is not None and groups.get_world_size() > 1:
-        from overlord.torch.joining import join as join_groups
+        from overlord.torch.rendezvous import join as join_groups
 
         return join_groups(job, rank=rank, **options)
-    from overlord.runtime.join import join
+    from overlord.session.rendezvous import join
 
     return join(job, rank=rank, **options)
 
@@ -280,7 +280,7 @@ class StatefulLoader:
         transform: Callable[[Any], Any] | None = None, rank: int | None = None, rewind: bool = False, **launch_options: Any,
     ):  # fmt: skip
         def on_device(client: Any) -> Any:
-            from overlord.torch.device import DevicePrefetcher
+            from overlord.torch.device_prefetch import DevicePrefetcher
 
             return DevicePrefetcher(client, device, depth, pin)
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from overlord.errors import JobError
-from overlord.torch.facts import IGNORE
-from overlord.torch.steps import TensorMicrobatch, as_tensor
+from overlord.torch.microbatch_info import IGNORE
+from overlord.torch.tensors import TensorMicrobatch, as_tensor
 
 CHUNK = 2048  # tokens; with 128,000 words a chunk's logits are 1 GB in float32
 GRADIENTS = ("sum", "mean")
@@ -105,7 +105,7 @@ def _by_source(losses: torch.Tensor, mb: Mapping[str, Any], positions: Any, n: i
     if positions is None and (whole := _tokens_of_all(mb)) > len(flat):
         raise JobError(
             [f"positions: wanted for a slice of {len(flat)} of {whole} tokens, cut for context parallelism; give those of its tokens in "
-             "the whole microbatch (overlord.constructor.views.slice_index)"], "source_losses",
+             "the whole microbatch (overlord.constructor.rank_views.slice_index)"], "source_losses",
         )  # fmt: skip
     labels, ids, bounds = (as_tensor(mb[key]).to(flat.device) for key in ("labels", "source_ids", "cu_seqlens_padded"))
     at = torch.arange(len(flat), device=flat.device) if positions is None else torch.as_tensor(positions, device=flat.device)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from overlord.client.callers import Ahead
+from overlord.client.caller_check import Ahead
 from overlord.errors import StateMismatch
-from overlord.torch.marks import State
+from overlord.torch.saved_state import State
 
 REMEDY = "save and load what state_dict() gave, unchanged"
 

@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from overlord.sample import Column, Ragged, join_rows, take_rows
-from overlord.sources.mixed import column_of, groups, is_mixed
-from overlord.sources.views import arrow_of, numpy_of
+from overlord.sources.arrow_numpy import arrow_of, numpy_of
+from overlord.sources.mixed_columns import column_of, groups, is_mixed
 
 EXACT = 2**53  # metadata of many rows and sources share one array, maybe of float64; beyond, whole numbers would be rounded
 ID_LIMIT = 2**31  # ids are delivered as int64 and indexed as int32 by most kernels; nothing real comes near

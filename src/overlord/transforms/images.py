@@ -15,13 +15,13 @@ import numpy as np
 
 from overlord.hashing import U64, digest, mix64
 from overlord.transforms.base import column_problems, flag_problems, refuse
-from overlord.transforms.imagefile import BadImage, Header, Limits
-from overlord.transforms.pixels import DTYPES, MAX_TOKENS, Prefix
+from overlord.transforms.image_header import BadImage, Header, Limits
+from overlord.transforms.image_items import DTYPES, MAX_TOKENS, Prefix
 
 AT = ("start", "marker", "end")
 PLACES = ("auto", "loader", "constructor")
 ANIMATED = ("first", "quarantine")
-META = ("image_patches", "image_tokens", "image_offset")  # what planner/items.py reads
+META = ("image_patches", "image_tokens", "image_offset")  # what planning/images/items.py reads
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of CLIP, as most encoders use
 DRAWN = 5  # numbers of chance that an image takes: two sides, two places, mirrored or not
 LEAST_SIDE = 0.8  # a random crop keeps at least so much of each side

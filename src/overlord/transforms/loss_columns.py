@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from overlord.errors import TransformError
 from overlord.transforms.base import Map, Meta, Select, Transform
-from overlord.transforms.text import Tokenize
+from overlord.transforms.tokenize import Tokenize
 
 LOSS = ("loss_mask", "labels")
 

@@ -20,8 +20,8 @@ import pyarrow as pa
 from overlord.errors import TransformError
 from overlord.hashing import digest, key64, keyed_hash
 from overlord.sample import Column, Ragged
-from overlord.sources.mixed import is_mixed
-from overlord.sources.views import arrow_of
+from overlord.sources.arrow_numpy import arrow_of
+from overlord.sources.mixed_columns import is_mixed
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Staged, Tokens, Transform
 from overlord.transforms.columns import (
     HIDDEN,
@@ -48,12 +48,12 @@ from overlord.transforms.columns import (
     unequal_items,
     unfit_rows,
 )
-from overlord.transforms.frame import Frame, join_rows, run_each, run_whole, said
-from overlord.transforms.imagerows import CHANCE, ITEM, SeenImages, add_items, check_images, find_images, run_images
+from overlord.transforms.image_rows import CHANCE, ITEM, SeenImages, add_items, check_images, find_images, run_images
 from overlord.transforms.images import META, Images
-from overlord.transforms.long import cut_rows, lost_tokens, too_long
+from overlord.transforms.long_documents import cut_rows, lost_tokens, too_long
 from overlord.transforms.loss_columns import check_map, refused_columns
-from overlord.transforms.text import Encoder, Tokenize, build_encoder, same_content
+from overlord.transforms.row_functions import Frame, join_rows, run_each, run_whole, said
+from overlord.transforms.tokenize import Encoder, Tokenize, build_encoder, same_content
 
 IDS = "tokens"  # the column that holds the ids, whatever it was called in the file
 NO_IDS = "add Tokenize(...) or Tokens(column=...) to the transforms, or let the last Map return 'tokens'"

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import overlord as ov
 import overlord.torch as ot
-from overlord.placetree import ClientPlaceTree
-from overlord.planner.strategy import DENSE_12B, VIT_1B
+from overlord.mesh import ClientPlaceTree
+from overlord.planning.strategies import DENSE_12B, VIT_1B
 from tests import images
 from tests.processes import plain, written
 from tests.torch.ranks.jobs import broadcasting, job

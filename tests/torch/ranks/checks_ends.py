@@ -15,7 +15,7 @@ import torch.distributed as dist
 import overlord as ov
 import overlord.torch as ot
 from overlord.errors import DataStall, OverlordError, PlanError, StateMismatch
-from overlord.placetree import ClientPlaceTree
+from overlord.mesh import ClientPlaceTree
 from tests.processes import plain, written
 from tests.torch.ranks.jobs import broadcasting, job
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import overlord as ov
 import overlord.torch as ot
 from overlord.errors import ActorLost, DataStall, JobError
-from overlord.runtime.join import _calls
+from overlord.session.rendezvous import _calls
 from tests.torch.ranks.checks_ends import PLACE, SERVED, joined
 from tests.torch.ranks.jobs import broadcasting, job
 
@@ -47,7 +47,7 @@ def waits_in_vain(wanted: str) -> DataStall:
     """A join that warns that it waits for these, and then gives up."""
     clock = Clock(wanted)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("overlord.runtime.join.time", clock)
+        patch.setattr("overlord.session.rendezvous.time", clock)
         with pytest.raises(DataStall, match=f"for {wanted}") as stall:
             ot.join(job(PLACE, SERVED), timeout_s=LIMIT_S, stall_warn_s=0.3, on_stall=clock.on_stall)
     assert clock.warned[-1].startswith(wanted)

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import overlord as ov
 import overlord.torch as ot
-from overlord.placetree import ClientPlaceTree
+from overlord.mesh import ClientPlaceTree
 from tests.processes import plain
 from tests.torch.ranks.jobs import broadcasting, job, samples_of
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import overlord as ov
 import overlord.torch as ot
 from overlord.errors import PlanError
-from overlord.placetree import ClientPlaceTree
-from overlord.planner.strategy import vlm
+from overlord.mesh import ClientPlaceTree
+from overlord.planning.strategies import vlm
 
 WIDTH = 3
 

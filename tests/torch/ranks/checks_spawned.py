@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import overlord as ov
 import overlord.torch as ot
-from overlord.placetree import ClientPlaceTree
+from overlord.mesh import ClientPlaceTree
 from tests.processes import until
 from tests.torch.ranks.jobs import broadcasting, job
 
@@ -161,7 +161,7 @@ def a_process_group_of_another_size_is_no_place_to_meet(out: Path) -> None:
 
 
 def a_rank_that_begins_no_pass_is_named(out: Path) -> None:
-    with mock.patch("overlord.torch.meeting.MEET_S", 1.0), ot.StatefulLoader(job(PLACE, until=3), rewind=True) as loader:
+    with mock.patch("overlord.torch.rewind_barrier.MEET_S", 1.0), ot.StatefulLoader(job(PLACE, until=3), rewind=True) as loader:
         next(iter(loader))
         dist.barrier()
         if dist.get_rank() == 0:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import overlord as ov
 import overlord.torch as ot
-from overlord.placetree import ClientPlaceTree
+from overlord.mesh import ClientPlaceTree
 from tests.torch.ranks.jobs import broadcasting, job, samples_of
 from tests.torch.ranks.models import Cut, Run, train
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import overlord as ov
 import overlord.torch as ot
-from overlord.constructor.views import slice_index
-from overlord.placetree import ClientPlaceTree
-from overlord.planner.strategy import vlm
+from overlord.constructor.rank_views import slice_index
+from overlord.mesh import ClientPlaceTree
+from overlord.planning.strategies import vlm
 from tests import images
 from tests.torch.ranks.checks_broadcast import broadcasting_images
 from tests.torch.ranks.jobs import samples_of

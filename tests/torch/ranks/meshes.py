@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from overlord.placetree import AXES, ClientPlaceTree
+from overlord.mesh import AXES, ClientPlaceTree
 
 _made: dict[tuple[ClientPlaceTree, tuple[str, ...]], list[tuple[list[int], Any]]] = {}
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy, gelu
 
 import overlord as ov
-from overlord.constructor.views import slice_index
+from overlord.constructor.rank_views import slice_index
 from tests.torch.ranks.meshes import gathered, group_along, same, sum_all, summed
 
 VOCABULARY, WIDTH, HEADS, LAYERS, CONTEXT = 40, 8, 2, 4, 64

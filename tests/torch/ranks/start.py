@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 # What ranks import when they join, train and read. sympy comes with the second.
 LOADED = (
-    "overlord.torch", "torch.fx.experimental.symbolic_shapes", "overlord.runtime.agreeing", "overlord.runtime.engines",
-    "overlord.runtime.join", "overlord.runtime.loaderhost", "overlord.runtime.session", "pyarrow",
+    "overlord.torch", "torch.fx.experimental.symbolic_shapes", "overlord.setup.job_agreement", "overlord.session.runtime",
+    "overlord.session.rendezvous", "overlord.cluster.loader_worker", "overlord.session.session", "pyarrow",
 )  # fmt: skip
 BEFORE_S = 5.0  # the deadline a rank says where it hangs
 

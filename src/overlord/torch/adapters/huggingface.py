@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from overlord.torch.adapters.labels import converted, need
-from overlord.torch.facts import UNSHIFTED
-from overlord.torch.steps import as_tensor
+from overlord.torch.microbatch_info import UNSHIFTED
+from overlord.torch.tensors import as_tensor
 
 IMAGE_KEYS = {"pixel_values": "pixel_values", "image_grid_thw": "grid_thw"}  # as its vision models name them
 

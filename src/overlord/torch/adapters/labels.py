@@ -13,8 +13,8 @@ import torch
 
 from overlord.client.step import Microbatch
 from overlord.errors import JobError
-from overlord.torch.facts import IGNORE, SHIFTED, UNSHIFTED, Facts
-from overlord.torch.steps import TensorMicrobatch, as_tensor
+from overlord.torch.microbatch_info import IGNORE, SHIFTED, UNSHIFTED, Facts
+from overlord.torch.tensors import TensorMicrobatch, as_tensor
 
 CONVENTIONS = (SHIFTED, UNSHIFTED)
 

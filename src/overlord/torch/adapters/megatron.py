@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from overlord.constructor.views import SPLITS
 from overlord.errors import JobError
+from overlord.plan.rank_view import SPLITS
 from overlord.torch.adapters.huggingface import document_of
 from overlord.torch.adapters.labels import converted, has_keys, need
-from overlord.torch.facts import SHIFTED, Facts
-from overlord.torch.steps import TensorMicrobatch, as_tensor
+from overlord.torch.microbatch_info import SHIFTED, Facts
+from overlord.torch.tensors import TensorMicrobatch, as_tensor
 
 TOKEN_KEYS = ("tokens", "position_ids", "labels", "loss_mask")
 
@@ -77,7 +77,7 @@ def padding_mask(mb: Mapping[str, Any], index: Any = None, *, cp: tuple[int, int
     """True on padding, [1, tokens]: mixtures of experts leave it out. Needs no tokens, so that every stage can make it.
 
     For a slice of context parallelism: ``cp`` is (how many ranks, which of them) and ``cp_split`` the job's; or ``index`` is which token of
-    the whole microbatch each of the slice's is (``overlord.constructor.views.slice_index``).
+    the whole microbatch each of the slice's is (``overlord.constructor.rank_views.slice_index``).
     """
     has_keys(mb, ("cu_seqlens", "cu_seqlens_padded"), "megatron.padding_mask")
     lengths, bounds = as_tensor(mb["cu_seqlens"]).to(torch.int64), as_tensor(mb["cu_seqlens_padded"]).to(torch.int64)

@@ -1,0 +1,125 @@
+"""Data without a job, for ``overlord inspect``: columns, rows, and a job file to begin with."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from overlord.errors import SourceError
+from overlord.sources.base import TEXTS, ReadOptions, text_columns
+from overlord.sources.chunk_reader import ChunkReader, HandleCache
+from overlord.sources.formats import SUFFIXES
+from overlord.sources.index import build_index, default_cache_dir
+from overlord.sources.mixed_columns import MIXED, type_name
+from overlord.uris import is_uri, scrub
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+WIDE = 60  # characters of a value that are shown
+IDS = ("tokens", "input_ids", "token_ids", "ids")  # columns that hold token ids, by the names that people give them
+JOB_FILES = (".yaml", ".yml", ".json")
+GLOB = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataReport:
+    """Facts about a file, a directory or a pattern of files."""
+
+    uri: str
+    name: str
+    format: str
+    files: int
+    chunks: int
+    rows: int | None  # None: unknown until read
+    nbytes: int
+    schema: Mapping[str, str]
+    first: Mapping[str, Any]  # the first row
+
+
+def is_data(what: str) -> bool:
+    """Whether a word of the command line names data and not a job file."""
+    if what.lower().endswith(JOB_FILES) and os.path.isfile(what):  # whatever signs its name holds
+        return False
+    if is_uri(what) or os.path.isdir(what) or GLOB.search(what):
+        return True
+    return what.lower().endswith(SUFFIXES) and not what.lower().endswith(JOB_FILES)
+
+
+def inspect_data(uri: str) -> DataReport:
+    """List files and columns, and read the first rows."""
+    name = re.sub(r"\W+", "-", Path(uri.partition("?")[0].rstrip("/")).name.split(".")[0]).strip("-") or "data"
+    options = ReadOptions()
+    index = build_index(name, uri, None, options, cache_dir=default_cache_dir())
+    cache = HandleCache(max_open=1)
+    try:
+        table = ChunkReader(index, options, cache).slice(0, 0).table
+    finally:
+        cache.close()
+    if not table.num_rows and index.schema is None:
+        raise SourceError(name, "expected rows, got none that can be read", scrub(uri), "check the format and the first lines of the file")
+    return DataReport(
+        uri=uri, name=name, format=index.format, files=len(index.files), chunks=len(index.chunks), rows=index.rows, nbytes=index.nbytes,
+        schema=dict(index.schema or {field.name: type_name(field.type) for field in table.schema}),
+        first=table.slice(0, 1).to_pylist()[0] if table.num_rows else {},
+    )  # fmt: skip
+
+
+def job_text(report: DataReport) -> str:
+    """A job file for the data: token ids as they are, or text that is tokenized."""
+    ids = _ids_column(report.schema)
+    text = next(iter(text_columns(report.schema)), None)
+    source: dict[str, Any] = {"uri": scrub(report.uri) if is_uri(report.uri) else os.path.abspath(report.uri)}
+    if ids is not None:
+        source["transforms"] = [{"tokens": {"column": ids}}]
+    elif text is not None:
+        source["transforms"] = [{"tokenize": {"tokenizer": "tokenizer.json", "text": text}}]
+    job = {"name": report.name, "sources": {report.name: source}, "batch": {"samples": 64, "context": 2048}}
+    return yaml.safe_dump(job, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _ids_column(schema: Mapping[str, str]) -> str | None:
+    """Return the column of token ids: lists of whole numbers by one of the usual names, or values of several types, checked when read."""
+    kinds = {name: schema[name] for name in IDS if name in schema}
+    return next((name for name, kind in kinds.items() if kind == type_name(MIXED) or ("int" in kind and "list" in kind)), None)
+
+
+def remarks(report: DataReport) -> list[str]:
+    """Return what the suggested job file leaves to its reader."""
+    tokens = _ids_column(report.schema) is not None
+    found = []
+    if not tokens and text_columns(report.schema):
+        found.append("tokenizer.json stands for the tokenizer of your model")
+    elif not tokens:
+        found.append("no column holds text or token ids: a Map must return 'tokens' (docs/sources.md)")
+    if images := [name for name, kind in report.schema.items() if "binary" in kind and name not in ("json", *TEXTS)]:
+        found.append(f"{', '.join(images)}: bytes; images are read by Images (docs/images.md)")
+    return found
+
+
+def data_view(report: DataReport) -> RenderableType:
+    """The files in one row, the columns with the first row's values, and the job file."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from overlord.observe.tables import grid, size
+
+    rows = "unknown until read" if report.rows is None else f"{report.rows:,}"
+    head = grid(
+        ("data", "format", "files", "chunks", "rows", "bytes"),
+        [(report.name, report.format, f"{report.files:,}", f"{report.chunks:,}", rows, size(report.nbytes))], 2,
+    )  # fmt: skip
+    columns = grid(("column", "type", "first row"), [(n, kind, _shown(report.first.get(n))) for n, kind in report.schema.items()], 3)
+    said = [Text(f"  {remark}") for remark in remarks(report)]
+    return Group(head, Text(""), columns, Text(""), Text("a job file for it:", style="bold"), *said, Text(""), Text(job_text(report)))
+
+
+def _shown(value: Any) -> str:
+    text = f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)
+    return text if len(text) <= WIDE else text[: WIDE - 3] + "..."

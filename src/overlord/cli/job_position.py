@@ -1,0 +1,75 @@
+"""Read where a job stands from its journal, without a lock: the job may run meanwhile, and nothing is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from overlord.journal.job_journal import entries
+from overlord.journal.log import read_if_any
+from overlord.journal.replay import Recovered
+from overlord.messages.control import Skip
+from overlord.setup.prepared_job import exported
+from overlord.uris import scrub
+
+if TYPE_CHECKING:
+    from overlord.job.job import Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where planning begins. ``state``: None stands for the beginning of the job file, without a journal."""
+
+    state: dict[str, Any] | None = None
+    first: int = 0  # the step at which planning begins
+    digest: str = ""  # of the wanted step, as the run planned it; empty: unknown
+    place: str = ""  # the mesh that the run planned for
+    skipped: tuple[Skip, ...] = ()  # steps that the run was told to skip
+    note: str = ""  # what a reader must know about the answer
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """The journal of a job at one moment. An unfinished record at its end does not count."""
+
+    job: Job
+    found: Recovered
+
+    @staticmethod
+    def of(job: Job) -> Past:
+        records = [] if job.journal is None else read_if_any(job.journal)
+        return Past(job, Recovered.of(entries(records), keeping=True))
+
+    @property
+    def shown(self) -> str:
+        return scrub(str(self.job.journal))
+
+    @property
+    def oldest(self) -> int:
+        """The first step that the journal still knows."""
+        return self.found.snapshots[0]
+
+    def at(self, step: int) -> Standing:
+        """Return the newest state from which a step can be planned as the run planned it, or will plan it."""
+        found = self.found
+        if found.empty:
+            return Standing()
+        if step < self.oldest:
+            note = (
+                f"journal {self.shown}: expected step {step}, got steps from {self.oldest} on; the answer follows from the job file alone"
+            )
+            return Standing(note=note)
+        first = min(step, found.open_step)
+        note = f"step {step} has no plan in journal {self.shown} yet; it is planned as the run will plan it if nothing changes"
+        return self._from(first, found.planned.get(step, ""), note if step >= found.open_step else "")
+
+    def oldest_state(self) -> Standing:
+        """Return the oldest state of the journal: from there on, every step can be looked through."""
+        return Standing() if self.found.empty else self._from(self.oldest, "", "")
+
+    def _from(self, first: int, digest: str, note: str) -> Standing:
+        state = self.found.state(first - 1)
+        return Standing(
+            state=exported(state, self.job.name, self.found.names, self.found.fingerprint), first=first, digest=digest,
+            place=self.found.place, skipped=tuple(e for e in self.found.events if isinstance(e, Skip)), note=note,
+        )  # fmt: skip

@@ -1,0 +1,380 @@
+"""The planner in a process of its own: what ``ProcessHost`` is in the launching process, for a job whose planner may die.
+
+Hosts are started, ended and sent here by the launching process, which it asks for that by name (``Asking``). They are called directly
+(``peers.py``). What people ask of the planner comes as calls of this actor and is answered by its pump.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from overlord.cluster.coordinator_config import PlannerBlueprint, PlannerKit
+from overlord.cluster.takeover import Asking, PlannerHost
+from overlord.cluster.worker import Events
+from overlord.cluster.worker_factory import SIDE_BY_SIDE
+from overlord.concurrency.event_loop import Pump
+from overlord.errors import ActorLost, JournalError, OverlordError
+from overlord.journal.job_journal import Journal
+from overlord.journal.replay import Recovered
+from overlord.messages.control import Finish, Report, SetMixture, Skip, Stage, StreamState
+from overlord.planning.events import lost
+from overlord.planning.lost_tokens import Losses
+from overlord.planning.spec import Mixed, NewSource, Quarantined, SourceSpec
+from overlord.process.memory import pss_bytes
+from overlord.rpc.peers import Peers
+from overlord.sample import Buffer
+from overlord.transport.codec import register
+
+log = logging.getLogger("overlord")
+
+WRITTEN = ("appends", "bytes", "plans", "snapshots", "seconds")  # that a journal counts, of the whole job
+
+for _cls in (Mixed, NewSource, Quarantined, SourceSpec):
+    register(_cls)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Counted:
+    """Counts of a planner at one moment, with the names of ``Planner`` and its ``totals``."""
+
+    next_step: int
+    samples: np.ndarray
+    tokens: np.ndarray
+    quarantined: np.ndarray
+    dropped: np.ndarray
+    long: np.ndarray
+    lost_tokens: np.ndarray
+    mixed: tuple[Mixed, ...]
+    weights: tuple[float, ...]
+    feedback: Mapping[str, int]
+
+    @property
+    def totals(self) -> Counted:
+        return self
+
+
+class PlannerActor:
+    """Its methods are called by the launching process; those that look or change are carried out by the pump, in order."""
+
+    def __init__(self, kit: PlannerKit):
+        self._kit, self._events = kit, Events()
+        self._pump = Pump("planner")
+        self._peers = Peers(end=lambda name, ticket, why: self._say("kill", ticket, name), cut=self._cut, machine=kit.machine)
+        self._starter = Asking(self._peers, self._say, kit.hosting, kit.token)
+        self._host: PlannerHost
+        self._closed = self._opens_journal = self._beats_pump = False
+        self._ran = threading.Event()
+        self._ran.set()
+        self._told: Finish | str | None = "nothing yet"  # what a planner before this one said of the end counts no more
+        self._acked = -2
+        self._said: list[Any] = []  # events in the journal of planners before this one, that it went on from, and its own
+        self._watched = kit.watched
+        self._losses = Losses()
+
+    # the launching process
+
+    def where(self) -> tuple[str, str]:
+        """Where hosts are to come, and the token they show."""
+        return self._peers.address, self._peers.token
+
+    def beat(self) -> bool:
+        """Whether the pump has run since this was asked last: a planner whose pump stands is of no use, though its process lives. One that
+        waits for its journal is not to be killed for it: another would wait for the same disk, and trainers are told what it is."""
+        if not self._ran.is_set():
+            return self._writes()
+        if self._beats_pump:
+            self._ran.clear()
+            self._pump.post(self._ran.set)
+        return True
+
+    def doing(self) -> str:
+        """What the pump is at, of one that does not come to an end: the step, and whose function it is in."""
+        return f"step {self._host.planner.next_step}, {self._pump.at()}"
+
+    def _writes(self) -> bool:
+        return self._opens_journal or self._host.journal.settling
+
+    def events(self) -> Future[list[Any]]:
+        return self._events.ask()
+
+    def _say(self, *message: Any) -> None:
+        """From any thread."""
+        self._events.put(message)
+        self._events.answer()
+
+    def _cut(self, name: str, ticket: int, why: str) -> None:
+        if not self._closed:
+            self._say("cut", ticket, name, why)
+
+    def died(self, ticket: int, reason: str, fault: BaseException | None = None) -> None:
+        self._peers.died(ticket, reason, fault)
+
+    def begin(self) -> Future[int]:
+        """Start the hosts, or take over those that live; answered with the step behind which planning begins."""
+        begun = Future[int]()
+        threading.Thread(target=self._begin, args=(begun,), name="overlord-begin", daemon=True).start()
+        return begun
+
+    def _begin(self, begun: Future[int]) -> None:
+        try:
+            self._host = self._make_host()
+            self._host.on_stage.append(self._staged)
+            self._host.on_lost.append(lambda event: self._events.put(("lost", event)))
+            self._host.on_taken = self._taken
+            self._say_found()
+            behind = self._host.past.acked
+            self._pump.start(self._broke, self._after_turn)
+            self._beats_pump = True
+            begun.set_result(behind)
+        except BaseException as fault:
+            begun.set_exception(fault)
+
+    def _make_host(self) -> PlannerHost:
+        """The first planner starts its hosts; one that comes later takes over those that live, and goes back."""
+        if not self._kit.incarnation:
+            return PlannerHost(self._kit, self._peers, self._pump, self._starter, say=self._say)
+        if not self._kit.opened:  # what the journal says is of a session before this one, or nothing: ``open_journal`` is to come
+            host = PlannerHost(self._kit, self._peers, self._pump, self._starter, Recovered(), say=self._say)
+            host.take_over()
+            return host
+        journal, found = Journal.resumed(self._where_journal, self._kit.blueprint.job.name, launch=self._kit.launch)
+        journal.start(self._pump.post)
+        self._said = found.events
+        try:
+            host = PlannerHost(self._kit, self._peers, self._pump, self._starter, found, say=self._say)
+            host.journal = journal
+            journal.begin(host.planner.state(), host.blueprint)
+        except BaseException:
+            journal.close()
+            raise
+        host.take_over()
+        return host
+
+    def _say_found(self) -> None:
+        """What the planner before this one knew, and perhaps died before it was heard: behind which step all stand, how far each rank is,
+        which sources left."""
+        host = self._host
+        if self._said:
+            self._events.put(("found", list(self._said)))
+        for event in lost(host.planner.state().events) if self._kit.incarnation else ():
+            self._events.put(("lost", event))
+        if self._watched and host.stood is not None:
+            self._events.put(("staged", host.stood.step - 1, host.stood, True))
+        for rank, step in host.stands.items():
+            self._taken(rank, step)
+
+    @property
+    def _where_journal(self) -> str:
+        where = self._kit.blueprint.job.journal
+        assert where is not None, "a planner has a process of its own where there is a journal to come back from"
+        return where
+
+    def open_journal(self, anew: bool, floor: int, launch: str) -> Future[None]:
+        """Before anything is planned: where the stream begins is written down. Nobody held the journal for a moment: another launch may
+        have gone on with it."""
+
+        def act() -> None:
+            host, self._opens_journal = self._host, True
+            try:
+                if not isinstance(host.journal, Journal):
+                    host.journal, _ = Journal.resumed(self._where_journal, self._kit.blueprint.job.name, launch=launch)
+                    host.journal.start(self._pump.post)
+                if anew:
+                    host.journal.rewound(host.planner.state(), host.blueprint, floor)
+                else:
+                    host.journal.begin(host.planner.state(), host.blueprint)
+            finally:
+                self._opens_journal = False
+
+        return self._in_pump(act)
+
+    def _broke(self, error: BaseException) -> None:
+        """Nothing this process holds can be trusted: another takes its place, or the job ends with this."""
+        log.critical("the planner stops: %s: %s", type(error).__name__, error)
+        self._say("broke", error if isinstance(error, Exception) else OverlordError(f"{type(error).__name__}: {error}"))
+
+    def _after_turn(self) -> float | None:
+        host = self._host
+        if (finished := host.planner.finished) is not self._told:
+            self._told = finished
+            self._events.put(("finish", finished))
+        if (acked := host.past.acked) != self._acked:
+            self._acked = acked
+            figures = host.journal.figures()
+            self._events.put(("progress", acked, [figures.get(what, 0) for what in WRITTEN]), hurry=False)
+        for event in host.news():
+            self._events.put(event)
+        return self._events.answer()
+
+    def _staged(self, stage: Stage) -> None:
+        assert isinstance(stage.after, StreamState)
+        if self._losses.found(stage.after.counts) or self._watched:  # the launching process warns of losses
+            self._events.put(("staged", stage.plan.step, stage.after, stage.skipped))
+
+    def _taken(self, rank: int, step: int) -> None:
+        if self._watched:
+            self._events.put(("taken", rank, step))
+
+    # what happens to the job
+
+    def _in_pump(self, act: Callable[[], Any]) -> Future[Any]:
+        """The caller is answered by the pump: this process hears others meanwhile."""
+        answer = Future[Any]()
+
+        def run() -> None:
+            try:
+                value = act()
+            except Exception as error:
+                answer.set_exception(error)
+            else:
+                answer.set_result(value)
+
+        if self._pump.broken is not None:
+            answer.set_exception(ActorLost("planner", f"{type(self._pump.broken).__name__}: {self._pump.broken}"))
+        else:
+            self._pump.post(run)
+        return answer
+
+    def attach(self, ranks: list[int]) -> Future[None]:
+        """Those that the launching process knew of when this planner was started are attached already."""
+        return self._in_pump(lambda: self._host.attach(dict.fromkeys(r for r in ranks if r not in self._host.attached)))
+
+    def detach(self, rank: int) -> Future[None]:
+        return self._in_pump(lambda: self._host.detach(rank))
+
+    def consumed(self, ranks: list[int], step: int) -> Future[None]:
+        return self._in_pump(lambda: self._host.consumed(ranks, step))
+
+    def event(self, event: Any) -> Future[None]:
+        """It is told of by itself, too: whoever said it may have given up to wait for the answer."""
+
+        def act() -> None:
+            self._host.event(event)
+            if isinstance(event, (SetMixture, Skip)):
+                self._took(event)
+
+        return self._in_pump(act)
+
+    def report(self, report: Report) -> Future[bool]:
+        """Whether it came in time for a plan; of one that the planner before this had, whether it did there."""
+
+        def act() -> bool:
+            used = self._host.planner.in_time(report) or report in self._host.planner.state().reports
+            self._host.event(report)
+            return used
+
+        return self._in_pump(act)
+
+    def all_reported(self, mark: int) -> Future[None]:
+        """The launching process has passed on all that it had been told when it was asked."""
+        return self._in_pump(lambda: self._host.all_reported(mark))
+
+    def add_source(self, new: NewSource, h: int, fingerprint: dict[str, str], budget_bytes: int) -> Future[None]:
+        """A source joins; its host was started where the job was launched, and is there."""
+
+        def act() -> None:
+            host, before = self._host, self._host.blueprint
+            assert isinstance(before, PlannerBlueprint)
+            loaders = (*host.hosting.loaders, new.source.loaders)
+            host.adopt_source(before.joined_by(new.source, fingerprint).with_loaders(loaders, SIDE_BY_SIDE), h)
+            try:
+                host.add_source(new, h, budget_bytes, lambda: host.journal.joined(new.event, host.blueprint))
+            except JournalError:
+                host.leave_source(h)
+                raise
+            except BaseException:
+                host.give_back_source(before, h)
+                raise
+            self._took(new.event)
+
+        return self._in_pump(act)
+
+    def _took(self, event: Any) -> None:
+        self._said.append(event)
+        self._events.put(("said", event))
+
+    def said(self) -> Future[list[Any]]:
+        """Events that this planner has taken, behind those that it found in the journal; in force or not."""
+        return self._in_pump(lambda: list(self._said))
+
+    def watch(self) -> None:
+        """Somebody serves clients from here on."""
+        self._watched = True
+
+    def move(self, source: int, hosts: list[str]) -> Future[None]:
+        return self._in_pump(lambda: self._host.move(source, hosts))
+
+    def spread(self, source: int, n: int) -> Future[bool]:
+        return self._in_pump(lambda: self._host.spread(source, n))
+
+    def relocate(self, hosts: list[int]) -> Future[bool]:
+        return self._in_pump(lambda: self._host.relocate(hosts))
+
+    # what people ask
+
+    def waiting_for(self, rank: int) -> str | Future[str]:
+        if self._writes():
+            return "an event to be written to the journal"  # the pump waits for it, and cannot say so
+        return self._in_pump(lambda: self._host.waiting_for(rank))
+
+    def figures(self) -> Future[dict[str, Any]]:
+        me = {"pid": os.getpid(), "node": self._kit.machine.node(), "pss": pss_bytes(), "state": "planning"}
+        return self._in_pump(lambda: {**self._host.figures(), "planner": me, "journal": self._host.journal.figures()})
+
+    def state(self) -> Future[StreamState]:
+        return self._in_pump(lambda: self._host.planner.state())
+
+    def open_step(self) -> Future[int]:
+        return self._in_pump(lambda: self._host.planner.open_step)
+
+    def refuse_planned(self, step: int) -> Future[None]:
+        return self._in_pump(lambda: self._host.planner.refuse_planned(step))
+
+    def stages(self, step: int | None = None) -> Future[list[Stage]]:
+        """The plans that are kept; ``step``: that one alone, if it is."""
+        return self._in_pump(lambda: list(self._host.plans) if step is None else self._host.plans.of(step))
+
+    def steps(self) -> Future[list[int]]:
+        return self._in_pump(lambda: self._host.plans.steps())
+
+    def bad_rows(self) -> Future[list[Quarantined]]:
+        return self._in_pump(lambda: self._host.planner.ledger.bad_rows())
+
+    def summary_buffer(self) -> Future[Buffer]:
+        return self._in_pump(lambda: self._host.planner.summary_buffer())
+
+    def counted(self) -> Future[Counted]:
+        return self._in_pump(self._counted)
+
+    def _counted(self) -> Counted:
+        p = self._host.planner
+        totals = p.totals
+        return Counted(
+            next_step=p.next_step, mixed=tuple(totals.mixed), weights=tuple(map(float, p.weights)), feedback=p.feedback, **totals.counts()
+        )  # fmt: skip
+
+    # the end
+
+    def leave(self, taken: int = -1) -> None:
+        """Hosts are about to end, and are not to be missed. ``taken``: the last step that all ranks took, as is known elsewhere."""
+        if self._closed:
+            return
+        self._closed = True
+        if hasattr(self, "_host"):
+            self._pump.stop()
+            self._host.close()
+            known = self._host.planner.taken
+            self._host.journal.close(taken if known is None else max(known, taken))
+
+    def close(self) -> None:
+        self.leave()
+        self._peers.shutdown(1.0)

@@ -1,0 +1,307 @@
+"""What ranks feed their image encoder: pixels, decoded here from the bytes that loaders sent, and the maps for their outputs.
+
+Decoding an image is a thousand times the work of laying out its text, so it is done late, by whoever builds the step of the
+rank that encodes it, on all cores of that process: decoders release the interpreter's lock.
+
+Keys of one exchange of one rank, which encodes n images of P patches in all and receives the rows of k:
+
+    pixel_values         [P, patch_dim]  float32, or what ov.Images says
+    grid_thw             int64 [n, 3]    patches of each image: frames, rows, columns
+    image_cu_seqlens     int32 [n + 1]   where each image's patches begin
+    item_ids             int64 [n]       the image's number in the plan's module "encoder"
+    send_lens            int32 [n]       rows of output that are sent of each, the first ones
+    send_splits          int32 [world]   rows to every rank
+    recv_splits          int32 [world]   rows from every rank
+    recv_perm            int64 [k]       of each image wanted here, in the order of placeholders, its number in the order of arrival
+    out_lens             int32 [k]       its rows
+    recv_rows            int64 [rows]    received[recv_rows] is in the order of placeholders
+    image_token_index    int64 [rows]    where each of these goes in the microbatch, its rows laid end to end
+    image_microbatch     int32 [k]       the microbatch each image belongs to
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from overlord.constructor.batch_arrays import Wide
+from overlord.constructor.pack import IGNORE
+from overlord.errors import DataStall, OverlordError, PlanError
+from overlord.messages.constructor import Spoiled
+from overlord.messages.control import Encoding
+from overlord.plan.routes import ranges
+from overlord.process import cgroup
+
+if TYPE_CHECKING:
+    from overlord.constructor.build import StagedStep
+    from overlord.job.job import Source
+    from overlord.sample import Scattered
+
+DECODE_S = 300.0  # for the images of one step: far above what any takes, below what a trainer waits
+CHANNELS = 3
+ALIGN = 64  # bytes; where the pixels of each rank begin
+
+
+@dataclass(frozen=True, slots=True)
+class PixelForm:
+    """What pixels of a job are, the same on every rank and in every step."""
+
+    patch_dim: int
+    dtype: str
+
+    @property
+    def row_bytes(self) -> int:
+        return self.patch_dim * np.dtype(self.dtype).itemsize
+
+    @staticmethod
+    def of(sources: Sequence[Source]) -> PixelForm | None:
+        """What the sources' images agree on (the job saw to that); None: there are none."""
+        specs = [t for source in sources for t in source.transforms if getattr(t, "kind", "") == "images"]
+        return PixelForm(CHANNELS * specs[0].patch ** 2, specs[0].dtype) if specs else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """The encoder's part of a step for some ranks. ``masked``: bucket, microbatch, slot of samples to be left out of the loss."""
+
+    wides: dict[int, Wide]
+    per: str
+    spoiled: Spoiled | None
+    masked: np.ndarray  # int64 [n, 3]
+
+
+_pools: dict[int, ThreadPoolExecutor] = {}
+_lock = threading.Lock()
+cores = functools.cache(cgroup.cores)  # asked for in every step
+
+
+def pool() -> Executor:
+    """The one pool of this process: a host builds several steps at a time, and its cores are no more for it."""
+    with _lock:
+        if (found := _pools.get(os.getpid())) is None:  # a fork has the threads of its parent by name only
+            _pools.clear()
+            _keep_freed_memory()
+            found = _pools[os.getpid()] = ThreadPoolExecutor(cores(), thread_name_prefix="overlord-decode")
+        return found
+
+
+def _keep_freed_memory() -> None:
+    """Decoding takes and frees some megabytes for every image. glibc gives them back to the system, and fetches them again page by page
+    (a fifth of the work), until it has seen a block of this size freed: from then on it keeps twice as much."""
+    np.empty(31 * 2**20, np.uint8)
+
+
+def encoder_inputs(
+    staged: StagedStep, ranks: Sequence[int], form: PixelForm, slab: Callable[[int], np.ndarray], decoders: Executor | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Encoded:  # fmt: skip
+    """The encoder's arrays of these ranks, a slot for each exchange. An image that cannot be decoded has zeros for pixels. ``stopped``:
+    nobody waits for it any more, so that it need not go on."""
+    e = staged.stage.encoding
+    assert e is not None, "no encoding was planned"
+    assert staged.items is not None, "no images were staged"
+    number = {rank: i for i, rank in enumerate(e.ranks.tolist())}
+    groups = np.concatenate([np.arange(number[rank] * e.n_slots, (number[rank] + 1) * e.n_slots) for rank in ranks])
+    rows = ranges(e.bounds[groups], e.bounds[groups + 1] - e.bounds[groups])
+    grids = _grids(staged.items, e.at[rows], form, staged.plan.step)
+    of_rank = np.concatenate([[0], np.cumsum([e.bounds[i + e.n_slots] - e.bounds[i] for i in groups[:: e.n_slots].tolist()])]).tolist()
+    pixels, bad = _decoded(staged, e.at[rows], grids.prod(axis=1), of_rank, form, slab, decoders, stopped)
+    received = _received(e)
+    wides = {
+        rank: _wide(e, number[rank], grids[of_rank[k] : of_rank[k + 1]], pixels[k], received) for k, rank in enumerate(ranks)
+    }  # fmt: skip
+    return Encoded(wides, e.per, *_failures(staged, ranks, rows, bad))
+
+
+def _grids(items: Scattered, at: np.ndarray, form: PixelForm, step: int) -> np.ndarray:
+    """Patches of each image: int64 [n, 3]. What an image says of itself must be what the job says of all."""
+    from overlord.transforms.image_items import BadImage, item_grid, item_shape
+
+    grids = np.zeros((len(at), 3), np.int64)
+    for k, i in enumerate(at.tolist()):
+        try:
+            _, dim, dtype = item_shape(items[i])
+            grids[k] = item_grid(items[i])
+        except BadImage as fault:  # no file of a user's: loaders have made it
+            raise PlanError(f"what came as an image is none: {fault}", step, "this is a fault of the package: report it") from fault
+        if (dim, np.dtype(dtype)) != (form.patch_dim, np.dtype(form.dtype)):
+            found = f"wanted images of {form.patch_dim} {form.dtype} a patch, found {dim} {np.dtype(dtype)}"
+            raise PlanError(found, step, "this is a fault of the package: report it")
+    return grids
+
+
+def _decoded(
+    staged: StagedStep, at: np.ndarray, patches: np.ndarray, of_rank: list[int], form: PixelForm, slab: Callable[[int], np.ndarray],
+    decoders: Executor | None, stopped: Callable[[], bool],
+) -> tuple[list[np.ndarray], list[tuple[int, str]]]:  # fmt: skip
+    """Pixels of each rank, views of one piece of memory; and which images have none, with the reason."""
+    assert staged.items is not None
+    sizes = [int(patches[a:b].sum()) * form.row_bytes for a, b in pairwise(of_rank)]
+    starts = np.concatenate([[0], np.cumsum([-(-n // ALIGN) * ALIGN for n in sizes])]).tolist()
+    piece = slab(starts[-1]) if starts[-1] else np.zeros(0, np.uint8)
+    made = [piece[s : s + n].view(form.dtype).reshape(-1, form.patch_dim) for s, n in zip(starts, sizes, strict=False)]
+    before, outs = np.concatenate([[0], np.cumsum(patches)]).tolist(), []
+    for k, (a, b) in enumerate(pairwise(of_rank)):
+        outs += [made[k][before[i] - before[a] : before[i + 1] - before[a]] for i in range(a, b)]
+    bad = _fill_all([staged.items[i] for i in at.tolist()], outs, decoders, stopped, staged.plan.step)
+    for array in made:
+        array.flags.writeable = False
+    return made, bad
+
+
+def _fill_all(
+    items: list[np.ndarray], outs: list[np.ndarray], decoders: Executor | None, stopped: Callable[[], bool], step: int
+) -> list[tuple[int, str]]:
+    """Decode every item into its place, this thread and those of the pool side by side. Returns what failed, by number."""
+    from overlord.transforms.image_items import BadImage, fill
+
+    # The largest first: the last one to end decides.
+    todo = deque(sorted(range(len(items)), key=lambda i: -outs[i].size))
+    bad: list[tuple[int, str]] = []
+
+    def work() -> None:
+        while not stopped():
+            try:
+                i = todo.popleft()
+            except IndexError:
+                return
+            try:
+                fill(items[i], outs[i])
+            except BadImage as fault:
+                outs[i][:] = 0
+                bad.append((i, str(fault)))
+
+    helpers: list[Future[None]] = []
+    if decoders is not None:
+        helpers = [decoders.submit(work) for _ in range(min(cores(), len(items)) - 1)]
+    work()
+    begun = [helper for helper in helpers if not helper.cancel()]  # the others stand behind another step's, and nothing is left for them
+    if wait(begun, DECODE_S).not_done:
+        raise DataStall(f"the images of step {step} to be decoded", DECODE_S, step)
+    for helper in begun:
+        helper.result()
+    if todo:
+        raise OverlordError(f"step {step}: closed while its images were being decoded")
+    return sorted(bad)
+
+
+def _failures(staged: StagedStep, ranks: Sequence[int], rows: np.ndarray, bad: list[tuple[int, str]]) -> tuple[Spoiled | None, np.ndarray]:
+    """For the record, and for the loss: a sample is left out of it where the bucket that encodes its image is the one that trains
+    on it. Elsewhere nobody waits to hear of it. By bucket and not by process, since the stream must not know of processes."""
+    e = staged.stage.encoding
+    assert e is not None
+    if not bad:
+        return None, np.zeros((0, 3), np.int64)
+    failed = rows[[i for i, _ in bad]]
+    main, place = staged.plan.main, staged.plan.place
+    assert place is not None
+    encoder = np.repeat(np.repeat(e.ranks, e.n_slots), np.diff(e.bounds))[failed]
+    own = place.bucket_of(main.axis)[encoder] == e.home[failed, 0]
+    words = {True: "its sample is left out of the loss", False: "its sample is in the loss, on another replica"}
+    reasons = tuple(
+        f"step {staged.plan.step}, image {int(e.number[row])}: {reason}; pixels are zero, {words[bool(here)]}"
+        for (_, reason), row, here in zip(bad, failed.tolist(), own.tolist(), strict=True)
+    )
+    return Spoiled(staged.plan.step, e.ids[failed], reasons), np.unique(e.home[failed[own]], axis=0)
+
+
+def leave_out(wide: Wide, places: Sequence[tuple[int, int]]) -> None:
+    """No token of these documents, (microbatch, slot) each, counts in the loss."""
+    for name, nothing in (("labels", IGNORE), ("loss_mask", 0)):
+        array = wide.arrays[name]
+        array.flags.writeable = True
+        for (m, slot), (first, rows) in zip(places, _documents(wide, name, places), strict=True):
+            assert 0 <= first <= first + rows <= len(array), f"document {slot} of microbatch {m} is not there"
+            array[first : first + rows] = nothing
+        array.flags.writeable = False
+
+
+def placeholders(staged: StagedStep) -> np.ndarray:
+    """Where those of images stand: int64 [n, 4], bucket, microbatch, the first one in the microbatch, and how many. Of the buckets whose
+    owner, who gets their rows, is among the ranks of the encoding: of all that are built with it."""
+    e, main, place = staged.stage.encoding, staged.plan.main, staged.plan.place
+    assert e is not None
+    some = np.flatnonzero(e.out_lens)  # of an image that was cut off nothing stands there
+    if not len(some):
+        return np.zeros((0, 4), np.int64)
+    assert place is not None
+    owner = np.repeat(np.repeat(e.ranks, e.n_slots), np.diff(e.recv_bounds))
+    found = np.stack([place.bucket_of(main.axis)[owner], e.microbatch, e.position, e.out_lens], axis=1)
+    return found[some].astype(np.int64)
+
+
+def strike_out(wide: Wide, runs: np.ndarray, convention: str) -> None:
+    """No loss for the prediction of these tokens: int64 [n, 3], microbatch, first, how many. A token's label is its own (unshifted), or
+    that of the place before it; before the first of a document there is none to strike out: it ends another, or is padding."""
+    if not len(runs):
+        return
+    k, first, count = runs.T
+    if convention == "shifted":
+        first, count = np.maximum(first - 1, 0), count - (first == 0)
+    starts = dict(zip(wide.arrays, wide.starts, strict=True))
+    for name, nothing in (("labels", IGNORE), ("loss_mask", 0)):
+        array = wide.arrays[name]
+        array.flags.writeable = True
+        width = array.shape[1] if array.ndim == 2 else 1
+        array.reshape(-1)[ranges(np.array(starts[name])[k] * width + first, count)] = nothing
+        array.flags.writeable = False
+
+
+def _documents(wide: Wide, name: str, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Where documents lie in one of the arrays: first row and number of rows."""
+    starts = dict(zip(wide.arrays, wide.starts, strict=True))
+    if wide.arrays[name].ndim == 2:
+        return [(starts[name][m] + slot, 1) for m, slot in places]
+    ends = [wide.arrays["cu_seqlens_padded"][starts["cu_seqlens_padded"][m] + slot :][:2].tolist() for m, slot in places]
+    return [(starts[name][m] + a, b - a) for (m, _), (a, b) in zip(places, ends, strict=True)]
+
+
+def _received(e: Encoding) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """recv_rows and image_token_index of all groups, and where each group of rows begins."""
+    counts = np.diff(e.recv_bounds)
+    lens = e.out_lens.astype(np.int64)
+    arrival = np.repeat(e.recv_bounds[:-1], counts) + e.recv_perm
+    arriving = np.empty_like(lens)
+    arriving[arrival] = lens
+    before = np.concatenate([[0], np.cumsum(arriving)])
+    bounds = before[e.recv_bounds]
+    rows = ranges(before[arrival] - np.repeat(bounds[:-1], counts), lens)
+    return rows, ranges(e.position, lens), bounds
+
+
+def _wide(e: Encoding, i: int, grids: np.ndarray, pixels: np.ndarray, received: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Wide:
+    """The arrays of one rank, exchange after exchange."""
+    s = e.n_slots
+    sent, got, rows = (bounds[i * s : (i + 1) * s + 1] for bounds in (e.bounds, e.recv_bounds, received[2]))
+    a, b, c, d = (int(x) for x in (sent[0], sent[-1], got[0], got[-1]))
+    f, g = int(rows[0]), int(rows[-1])
+    items, here = sent - a, np.diff(sent)
+    patches = np.concatenate([[0], np.cumsum(grids.prod(axis=1))])
+    sums = patches[ranges(items[:-1], here + 1)] - np.repeat(patches[items[:-1]], here + 1)
+    world = e.send_splits.shape[1]
+    splits, of_items, of_received, of_rows = np.arange(s + 1) * world, items, got - c, rows - f
+    found: list[tuple[str, np.ndarray, np.ndarray]] = [
+        ("pixel_values", pixels, patches[items]), ("grid_thw", grids, of_items),
+        ("image_cu_seqlens", sums.astype(np.int32), items + np.arange(s + 1)), ("item_ids", e.item[a:b], of_items),
+        ("send_lens", e.send_lens[a:b], of_items), ("send_splits", e.send_splits[i * s : (i + 1) * s].reshape(-1), splits),
+        ("recv_splits", e.recv_splits[i * s : (i + 1) * s].reshape(-1), splits), ("recv_perm", e.recv_perm[c:d], of_received),
+        ("out_lens", e.out_lens[c:d], of_received), ("recv_rows", received[0][f:g], of_rows),
+        ("image_token_index", received[1][f:g], of_rows), ("image_microbatch", e.microbatch[c:d], of_received),
+    ]  # fmt: skip
+    arrays = {name: _read_only(array) for name, array, _ in found}
+    return Wide(arrays, [starts.tolist() for _, _, starts in found])
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,194 @@
+"""The constructor side of a host: which steps its buckets have, their payload, their built microbatches, and who gets them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from overlord.batch import Batch
+from overlord.buffer_pool import SlabPool
+from overlord.concurrency.command_loop import Done, Executor
+from overlord.constructor.assembler import Assembler
+from overlord.constructor.build import Bucket, StagedStep, build_groups, build_with_images
+from overlord.constructor.images import PixelForm
+from overlord.job.hooks import Hook
+from overlord.messages.client import Told  # fmt: skip
+from overlord.messages.constructor import Build, Built, Deliver, End, Release, Resume, Spoiled, Staged  # fmt: skip
+from overlord.messages.control import Attach, Back, Consumed, Detach, Finish, Stage  # fmt: skip
+from overlord.user_code import as_exception
+
+log = logging.getLogger("overlord")
+
+
+class Mailbox(Protocol):
+    """Where a client's steps arrive."""
+
+    def put(self, told: Told, bucket: Bucket) -> None: ...
+    def end(self, error: Exception | None) -> None: ...
+    def resume(self) -> None: ...
+
+
+class Building:
+    """The constructors of some buckets. ``carry_out(command) -> commands``; what work leads to goes to ``run``."""
+
+    def __init__(
+        self, assemblers: Sequence[Assembler], *, batch: Batch, multiple: int, executor: Executor, run: Callable[[Sequence[Any]], None],
+        cannot: Callable[[Finish], None], hooks: Sequence[Hook] = (), slabs: Callable[[int], np.ndarray] | None = None,
+        broadcast: bool = True, images: PixelForm | None = None, spoiled: Callable[[Spoiled], None] = lambda event: None,
+        compact: bool = False,
+    ):  # fmt: skip
+        self.assemblers = {a.bucket: a for a in assemblers}
+        self._batch, self._multiple, self._executor, self._run = batch, multiple, executor, run
+        self._cannot_tell, self._hooks, self._broadcast, self._images = cannot, tuple(hooks), broadcast, images
+        self._compact = compact  # what is built waits and travels so, and is widened by who gets it
+        self._spoiled, self.stopped = spoiled, False  # set when nobody waits for what is being built
+        self.slabs: Any = SlabPool() if slabs is None else slabs
+        self._staged: dict[int, StagedStep] = {}
+        self._told: dict[int, Told] = {}
+        self._holders: dict[int, set[int]] = {}  # step -> buckets that still need its payload
+        self._built: dict[tuple[int, int], tuple[Told, Bucket]] = {}
+        self.failed: set[int] = set()  # steps that could not be built: their payload is gone
+        self.mailboxes: dict[int, Mailbox] = {}
+        self.bucket_of = {rank: a.bucket for a in assemblers for rank in a.ranks}
+
+    # clients
+
+    def attach(self, mailboxes: Mapping[int, Mailbox]) -> list[Any]:
+        """Clients of these ranks exist. All that will take part come together: a step is not kept for one who comes later."""
+        self.mailboxes.update(mailboxes)
+        return [command for rank in mailboxes for command in self.assemblers[self.bucket_of[rank]].handle(Attach(rank))]
+
+    def detach(self, rank: int) -> list[Any]:
+        if self.mailboxes.pop(rank, None) is None:
+            return []
+        return list(self.assemblers[self.bucket_of[rank]].handle(Detach(rank)))
+
+    def consumed(self, ranks: Sequence[int], step: int) -> list[Any]:
+        here = [rank for rank in ranks if rank in self.mailboxes]
+        return [command for rank in here for command in self.assemblers[self.bucket_of[rank]].handle(Consumed(rank, step))]
+
+    # steps
+
+    def plan(self, stage: Stage) -> None:
+        """A step is planned; its payload is still to come."""
+        for assembler in self.assemblers.values():
+            assembler.handle(stage)
+
+    def staged(self, staged: StagedStep, told: Told) -> list[Any]:
+        """Its payload has come; buckets that have the step already ignore it."""
+        step, wanting = told.step, [a for a in self.assemblers.values() if a.wants(told.step)]
+        if wanting:
+            self._staged[step], self._told[step] = staged, told if self._broadcast else told.without_broadcast()
+            self._holders.setdefault(step, set()).update(a.bucket for a in wanting)
+        return [command for a in wanting for command in a.handle(Staged(step))]
+
+    def served(self) -> list[int]:
+        """All ranks of buckets that somebody waits for."""
+        return [rank for a in self.assemblers.values() if any(r in self.mailboxes for r in a.ranks) for rank in a.ranks]
+
+    def finish(self, finish: Finish) -> list[Any]:
+        return [command for a in self.assemblers.values() for command in a.handle(finish)]
+
+    def back(self, back: Back) -> list[Any]:
+        """Steps come again: what is here of them stays."""
+        return [command for a in self.assemblers.values() for command in a.handle(back)]
+
+    def carry_out(self, command: Build | Deliver | End | Resume | Release, queue: deque[Any]) -> None:
+        match command:
+            case Build(step=step, bucket=bucket):
+                buckets = [bucket]
+                while queue and isinstance(queue[0], Build) and queue[0].step == step:
+                    buckets.append(queue.popleft().bucket)
+                # Those whose ranks are a little behind come along: one gather for all costs less, and pieces of memory of one size are
+                # used again, while those of some buckets now and of others then fit nobody.
+                self._build(step, sorted([*buckets, *(b for b, a in self.assemblers.items() if a.come_along(step))]))
+            case Deliver(step=step, rank=rank):
+                if rank in self.mailboxes:
+                    told, built = self._built[step, self.bucket_of[rank]]
+                    self.mailboxes[rank].put(told, built.for_rank(rank))
+            case End(rank=rank, error=error):
+                if rank in self.mailboxes:
+                    self.mailboxes[rank].end(error)
+            case Resume(rank=rank):
+                if rank in self.mailboxes:
+                    self.mailboxes[rank].resume()
+            case Release(step=step, bucket=bucket):
+                self._built.pop((step, bucket), None)
+                self._let_go(step, bucket)
+
+    def _build(self, step: int, buckets: list[int]) -> None:
+        staged, told = self._staged[step], self._told[step]
+        groups = {b: [rank for rank in self.assemblers[b].ranks if rank in self.mailboxes] for b in buckets}
+        how = (self._batch, self._multiple, self.slabs, self._hooks, self._compact)
+        if (form := self._images) is None:
+            self._executor.submit(
+                "build", lambda: (build_groups(staged, told, groups, *how), None), self._build_done(told, buckets), urgent=True
+            )
+            return
+        members = [rank for b in buckets for rank in self.assemblers[b].ranks]
+        self._executor.submit(
+            "build", lambda: build_with_images(staged, told, groups, members, form, *how, lambda: self.stopped),
+            self._build_done(told, buckets), urgent=True,
+        )  # fmt: skip
+
+    def _build_done(self, told: Told, buckets: Sequence[int]) -> Done:
+        step = told.step
+
+        def done(outcome: Any, error: BaseException | None) -> None:
+            if error is not None:
+                for bucket in buckets:
+                    self.assemblers[bucket].failed(step)
+                self.cannot(step, buckets, "building", error)
+                return
+            commands: list[Any] = []
+            made, spoiled = outcome
+            if spoiled is not None:
+                self._spoiled(spoiled)
+            for bucket, built in zip(buckets, made, strict=True):
+                self._built[step, bucket] = (told, built)
+                self._let_go(step, bucket)
+                commands += self.assemblers[bucket].handle(Built(step))
+            self._run(commands)
+
+        return done
+
+    def cannot(self, step: int, buckets: Sequence[int] | None, what: str, error: BaseException) -> None:
+        """A step that cannot be delivered: the job ends before it."""
+        buckets = list(self.assemblers) if buckets is None else buckets
+        if not self.stopped:  # then it was told to leave off
+            log.error("%s step %d for buckets %s failed: %s", what, step, list(buckets), error)
+        for bucket in buckets:
+            self._let_go(step, bucket)
+        self.failed.add(step)
+        self._cannot_tell(Finish(step, as_exception(error)))
+
+    def _let_go(self, step: int, bucket: int) -> None:
+        holders = self._holders.get(step)
+        if holders is not None:
+            holders.discard(bucket)
+            if not holders:
+                del self._holders[step], self._staged[step], self._told[step]
+
+    # what people ask
+
+    def waiting(self, rank: int) -> str:
+        """What the rank's next step waits for here, in words; empty when no step is planned."""
+        return self.assemblers[self.bucket_of[rank]].waiting()
+
+    def held_bytes(self) -> dict[str, int]:
+        return {
+            "staged": sum(s.nbytes for s in self._staged.values()),
+            "assembled": sum(bucket.nbytes for _, bucket in self._built.values()),
+            "slabs": self.slabs.nbytes,  # the memory assembled steps lie in, with what is kept for the next ones
+        }
+
+    def figures(self) -> list[dict[str, Any]]:
+        return [{"bucket": b, "doing": a.waiting() or "idle"} for b, a in self.assemblers.items()]
+
+    def check(self) -> None:
+        for assembler in self.assemblers.values():
+            assembler.check()

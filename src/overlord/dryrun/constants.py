@@ -1,0 +1,338 @@
+"""Constants of a fleet, measured on this machine: a few rows of every source are read, the job runs small in processes, a worker opens
+sources as a colocated loader's would, links are opened and used. CPU seconds where two sides share this process, or other work its cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from overlord.batch import Batch
+from overlord.constructor.images import PixelForm
+from overlord.dryrun.machines import Constants
+from overlord.dryrun.stand_ins import Probe
+from overlord.errors import OverlordError
+from overlord.import_path import as_setting
+from overlord.job.job import Job, Source
+from overlord.mesh import ClientPlaceTree
+from overlord.messages.control import Cursor, Opening, Refill
+from overlord.messages.loader import Evaluate, Evaluated, Read
+from overlord.sample import Ragged
+from overlord.setup.prepared_job import Blueprint, open_loader
+from overlord.sources.files import Files
+from overlord.transport.server import Server, dial
+
+VERSION = 3  # of what is kept; raise it when anything here is measured otherwise
+PROBE_ROWS = 16  # of every source that become samples
+PROBE_TRIES = 64  # pieces of work, where filters drop most rows
+SOURCES = 24  # that the dummy jobs open, at most
+STEPS, SAMPLES = 12, 64  # of the job, small
+IMAGE_TOKENS, FEWEST = 4096, 4  # of a step with images: pixels of 64 large ones take minutes to decode
+LINKS = 48
+PINGS, MESSAGES, CHUNK, CHUNKS = 200, 1000, 2**22, 24
+ID_BYTES = 4  # of a token as it is built for other processes, at most
+WIDE_BYTES = 8 + 8 + 8 + 4  # tokens, labels, position_ids, loss_mask of the batch contract
+CHILD_S = 120.0
+TOKEN = "of a measurement of this machine"
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Constants, and what was seen of every source."""
+
+    constants: Constants
+    probes: tuple[Probe, ...]
+
+    def plain(self) -> dict[str, Any]:
+        return {"version": VERSION, "constants": asdict(self.constants), "probes": [probe.plain() for probe in self.probes]}
+
+    @staticmethod
+    def of(values: Any, sources: int) -> Measured | None:
+        """From what was kept; None where that is of another version, or damaged: then it is measured again."""
+        try:
+            if values["version"] != VERSION or len(values["probes"]) != sources:
+                return None
+            probes = tuple(Probe(row_s=p["row_s"], sample_bytes=p["sample_bytes"], meta=p["meta"]) for p in values["probes"])
+            return Measured(constants=Constants.of(values["constants"]), probes=probes)
+        except (KeyError, TypeError, ValueError):
+            return None
+
+
+def measured(blueprint: Blueprint, kept: Path, *, again: bool, progress: Progress) -> Measured:
+    """As kept by an earlier run on the same files, or measured now and kept."""
+    n = len(blueprint.job.sources)
+    if not again and kept.exists():
+        try:
+            found = Measured.of(json.loads(kept.read_text()), n)
+        except (OSError, ValueError):
+            found = None
+        if found is not None:
+            return found
+    probes = probed(blueprint, progress)
+    progress("dummy jobs", 0, 4)
+    made = _colocated(blueprint)
+    progress("dummy jobs", 1, 4)
+    few, many, samples = min(2, n), min(SOURCES, n), samples_of(blueprint.job, probes)
+    hosts = _hosts(blueprint.job, few, samples)
+    progress("dummy jobs", 2, 4)
+    made |= _sloped(hosts, _hosts(blueprint.job, many, samples) if many > few else hosts, few, many)
+    progress("dummy jobs", 3, 4)
+    made |= _links()
+    progress("dummy jobs", 4, 4)
+    weights = np.array([float(s.weight) for s in blueprint.job.sources])
+    share = weights / (weights.sum() or 1.0)
+    names = {"read_s": "row_s", "sample_bytes": "sample_bytes", "sample_tokens": "tokens"}
+    mean = {name: float(share @ np.array([getattr(p, of) for p in probes])) for name, of in names.items()}
+    pixels = max(0.0, made["built_bytes"] - ID_BYTES)  # per token, where there are images: a colocated loader holds them too
+    constants = Constants.of(made | mean | {"wide_bytes": WIDE_BYTES + pixels})
+    found = Measured(constants=constants, probes=probes)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    part = kept.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps(found.plain()))
+    os.replace(part, kept)
+    return found
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def probed(blueprint: Blueprint, progress: Progress) -> tuple[Probe, ...]:
+    """A few rows of every source, read by its own loader and reader."""
+    found, n = [], len(blueprint.job.sources)
+    for i in range(n):
+        progress("rows of every source", i, n)
+        found.append(_probe(blueprint, i))
+    progress("rows of every source", n, n)
+    blueprint.handles.close()
+    return tuple(found)
+
+
+def _probe(blueprint: Blueprint, i: int) -> Probe:
+    """A slice of one chunk is read, and a few of its rows become samples."""
+    kit = blueprint.kit(i)
+    kit = replace(kit, order=replace(kit.order, shuffle_chunks=1))
+    loader, reader, worker = open_loader(kit, Opening(0, i, 0, 1, Cursor(), 2**26), blueprint.handles)
+    commands, read, read_s = loader.handle(Refill(0, must=PROBE_ROWS, level=0)), 0, 0.0
+    try:
+        for _ in range(PROBE_TRIES):
+            command, start = commands.pop(0), time.process_time()
+            if isinstance(command, Read):
+                window = reader.read(command)
+                read, read_s = read + window.rows, read_s + time.process_time() - start
+                commands += loader.handle(window)
+            elif isinstance(command, Evaluate):
+                evaluated, content = reader.evaluate(command)
+                if len(evaluated.found):
+                    return _seen(evaluated, content.nbytes, read_s / max(1, read) + (time.process_time() - start) / evaluated.rows)
+                commands += loader.handle(evaluated)
+    except IndexError:  # nothing is left to read
+        pass
+    finally:
+        if worker is not None:
+            worker.close()
+    name = blueprint.job.sources[i].name
+    raise OverlordError(f"source {name!r}: none of its first rows gives a sample; there is nothing to simulate")
+
+
+def _seen(evaluated: Evaluated, nbytes: int, row_s: float) -> Probe:
+    meta: dict[str, Any] = {}
+    for name, column in evaluated.found.meta.items():
+        if isinstance(column, Ragged):
+            meta[name] = [column.values[a:b].tolist() for a, b in zip(column.offsets[:-1], column.offsets[1:], strict=True)]
+        else:
+            meta[name] = np.asarray(column).tolist()
+    return Probe(row_s=row_s, sample_bytes=nbytes / len(evaluated.found), meta=meta)
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+class _Child:
+    """A dummy job in a process of its own; a line is an answer."""
+
+    def __init__(self, **told: Any):
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "overlord.dryrun.stand_in_job"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": as_setting()},
+        )  # fmt: skip
+        self._limit = threading.Timer(CHILD_S, self._process.kill)
+        self._limit.start()
+        self.say(told)
+
+    def say(self, told: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(told) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        if not (line := self._process.stdout.readline()):
+            raise OverlordError(f"a dummy loading job failed or took above {CHILD_S:.0f} s: {self._process.stderr.read()[-2000:]}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._limit.cancel()
+        self._process.kill()
+        self._process.communicate()
+
+
+def _colocated(blueprint: Blueprint) -> dict[str, float]:
+    """What a worker takes by itself, and for every source it opens. Sources in a store, or no files, are taken for like the others."""
+    files, columns = [], []
+    for index, pipeline in zip(blueprint.indexes, blueprint.pipelines, strict=True):
+        if index.files and isinstance(index.access, Files) and index.access.local:
+            files.append([f.path for f in index.files])
+            columns.append(None if pipeline.columns is None else list(pipeline.columns))
+    files, columns = files[:SOURCES], columns[:SOURCES]
+    if not files:
+        raise OverlordError("no source of the job lies on a disk of this machine, so what a colocated loader holds cannot be measured here")
+    half = len(files) // 2
+    with _Child(job="opened", files=files, columns=columns, counts=[half, len(files)] if half else [len(files)]) as child:
+        got = child.hear()["bytes"]
+    first, slope = got[0], (got[-1] - got[1]) / (len(files) - half) if half else got[-1] - got[0]
+    return {"worker_bytes": max(0, first), "opened_bytes": max(0.0, slope)}
+
+
+def samples_of(job: Job, probes: Sequence[Probe]) -> int:
+    """Samples of a step of a dummy job: fewer where they have images, by the tokens of a sample."""
+    if PixelForm.of(job.sources) is None:
+        return SAMPLES
+    return max(FEWEST, min(SAMPLES, int(IMAGE_TOKENS / max(probe.tokens for probe in probes))))
+
+
+def chosen(job: Job, n: int) -> tuple[Source, ...]:
+    """Return n sources of a job in its order, the drawn ones first. Sources with images keep their share, at least one."""
+    ranked = sorted(job.sources, key=lambda source: not _weight(job, source))
+    pictures = [s.name for s in ranked if PixelForm.of([s]) is not None]
+    others = [s.name for s in ranked if s.name not in pictures]
+    k = min(len(pictures), max(n - len(others), round(n * len(pictures) / len(ranked)), 1))
+    names = {*pictures[:k], *others[: n - k]}
+    return tuple(s for s in job.sources if s.name in names)
+
+
+def _weight(job: Job, source: Source) -> float:
+    return float(job.mixture.get(source.name, 0.0) if isinstance(job.mixture, dict) else source.weight)
+
+
+def _hosts(job: Job, n: int, samples: int) -> dict[str, float]:
+    """The job small, in processes: n sources in one loader host, one rank."""
+    from overlord.session.launch import launch
+
+    sources = chosen(job, n)
+    names = {s.name for s in sources}
+    mixture = {k: v for k, v in job.mixture.items() if k in names} if isinstance(job.mixture, dict) else None
+    strategy = job.strategy if PixelForm.of(job.sources) is not None else "packed"  # images must be placed too
+    small = replace(
+        job, sources=sources, place=ClientPlaceTree(), mixture=mixture, journal=None, until="all", look_ahead=1, overflow="grow",
+        batch=Batch(samples=samples, context=job.batch.context), hooks=(), strategy=strategy,
+    )  # fmt: skip
+    with launch(small, runtime="process", hosts=1, sources_per_host=n, constructor_hosts=1, prefetch=2, read_ahead=2) as session:
+        served = session.serve(ranks=[0])
+        pids = {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] == "host"}
+        with _Child(job="connected", address=str(served.address), token=str(served.token), steps=STEPS) as child:
+            client = child.hear()
+            began = _cpu_s(pids["constructor-host/0"])
+            child.say("go on")
+            took = child.hear()
+            spent = _cpu_s(pids["constructor-host/0"]) - began
+            memory = _told(session)["memory"]
+            held = memory["ready"] + memory["kept"] + memory.get("sending", 0)
+            return {
+                "client_bytes": max(0, client["bytes"]), "planner_bytes": memory["roles"]["session"],
+                "host_bytes": max(0, _resident(pids["loader-host/0"]) - held),
+                "constructor_bytes": max(0, _resident(pids["constructor-host/0"]) - max(memory["slabs"], memory["assembled"])),
+                "built_bytes": took["bytes"] / max(1, took["tokens"]), "build_s": spent / max(1, took["tokens"]),
+            }  # fmt: skip
+
+
+def _told(session: Any) -> dict[str, Any]:
+    """What all hosts tell; one that does not answer at once is asked again."""
+    deadline = time.monotonic() + CHILD_S
+    while True:
+        found: dict[str, Any] = session.metrics()
+        silent = [f"{a['name']} ({a['state']})" for a in found["actors"] if a["role"] == "host" and a["state"] != "running"]
+        if not silent:
+            return found
+        if time.monotonic() > deadline:
+            raise OverlordError(f"a dummy loading job: wanted what hosts hold, found no answer in {CHILD_S:.0f} s of {', '.join(silent)}")
+        time.sleep(0.1)
+
+
+def _sloped(few: dict[str, float], many: dict[str, float], n: int, m: int) -> dict[str, float]:
+    """What a host holds for a source, from two numbers of them."""
+    source = max(0.0, (many["host_bytes"] - few["host_bytes"]) / max(1, m - n))
+    return {**few, **many, "source_bytes": source, "host_bytes": max(0.0, few["host_bytes"] - n * source)}
+
+
+def _resident(pid: int) -> int:
+    """All pages: a host that is alone on its node shares none."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _cpu_s(pid: int) -> float:
+    """Of all its threads, those that ended too, finer than clock ticks: Linux's clock of another process (clock_getcpuclockid(3))."""
+    return time.clock_gettime(~pid << 3 | 2)
+
+
+# ---- links ----------------------------------------------------------------------------------------------------------
+
+
+def _links() -> dict[str, float]:
+    """Both ends are in this process, so of its CPU time each end has half."""
+    from overlord.process.memory import own_bytes
+
+    server = Server(token=TOKEN, on_message=lambda link, value: link.send(value) if isinstance(value, int) else None)
+    links = []
+    try:
+        first, _ = dial(server.address, TOKEN, {}, timeout_s=30.0, transport="tcp")
+        links.append(first)
+        before, start = own_bytes(), time.process_time()
+        for _ in range(LINKS):
+            links.append(dial(server.address, TOKEN, {}, timeout_s=30.0, transport="tcp")[0])
+        connect_s, link_bytes = (time.process_time() - start) / LINKS / 2, max(0, own_bytes() - before) / LINKS / 2
+        rounds = sorted(_ping(first, k) for k in range(PINGS))
+        start = time.process_time()
+        for k in range(MESSAGES):
+            first.send({"k": k})
+        first.send(-1)
+        first.recv(30.0)
+        link_s = (time.process_time() - start) / MESSAGES / 2
+        some = np.zeros(CHUNK, np.uint8)
+        start = time.process_time()
+        for _ in range(CHUNKS):
+            first.send({"some": some})
+        first.send(-1)
+        first.recv(30.0)
+        bandwidth = CHUNK * CHUNKS / ((time.process_time() - start) / 2)
+        return {"connect_s": connect_s, "link_bytes": link_bytes, "call_s": rounds[PINGS // 4], "link_s": link_s, "bandwidth": bandwidth}
+    finally:
+        for link in links:
+            link.close()
+        server.close()
+
+
+def _ping(link: Any, k: int) -> float:
+    start = time.perf_counter()
+    link.send(k)
+    link.recv(30.0)
+    return time.perf_counter() - start

@@ -1,0 +1,171 @@
+"""``overlord simulate``: one job at several sizes of a fleet, as plain values; tables are made of them by ``observe/scaletables.py``."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from overlord.dryrun.constants import Measured, measured
+from overlord.dryrun.machines import Constants, Fleet, Links, Memory, colocated, connecting_s, connections, overlord
+from overlord.dryrun.run import BUSY, THREADS, FleetRun, Ran
+from overlord.errors import JobError
+from overlord.hashing import digest
+from overlord.job.job import Job
+from overlord.mesh import ClientPlaceTree
+from overlord.setup.options import Options
+from overlord.setup.prepared_job import Blueprint
+from overlord.sources.index import default_cache_dir
+
+STEPS, WARM = 9, 5  # steps that are run, and those that fill the window and are not counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is to be simulated, for all sizes the same."""
+
+    gpus: Sequence[int]
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    gpus_per_node: int = 8
+    batch: int | None = None  # samples of a step; None: as many for a data-parallel group as the job has
+    workers: int = 4
+    hosts: int | None = None
+    sources_per_host: int = 25
+    pace_s: float = 1.0
+    constructors: Sequence[bool] = (True, False)
+    broadcast: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One size, with constructors or without."""
+
+    fleet: Fleet
+    overlord: Memory
+    colocated: Memory
+    colocated_tp: Memory  # where one rank of a tensor-parallel group loads for all
+    links: Links
+    connecting_s: float
+    ran: Ran
+    pace_s: float = 1.0  # of trainers
+
+    @property
+    def times_less(self) -> float:
+        return self.colocated.total / self.overlord.total
+
+    def plain(self) -> dict[str, Any]:
+        roles = {role: n / self.fleet.nodes for role, n in self.overlord.by_role.items()}
+        memory = {
+            "overlord_per_node": self.overlord.per_node, "by_role_per_node": roles,
+            "colocated_per_node": self.colocated.per_node, "colocated_first_of_tp_per_node": self.colocated_tp.per_node,
+            "times_less": self.times_less, "times_less_first_of_tp": self.colocated_tp.total / self.overlord.total,
+        }  # fmt: skip
+        ran = self.ran
+        return {
+            **asdict(self.fleet), "dp": self.fleet.dp, "nodes": self.fleet.nodes, "memory": memory, "links": asdict(self.links),
+            "connecting_s": self.connecting_s, "loader_hosts": ran.loader_hosts, "constructor_hosts": self.fleet.constructor_hosts,
+            "planner": {"plan_s": ran.median("plan_s"), "cut_s": ran.median("cut_s"), "measured": True},
+            "fetch_s": ran.median("latency_s"), "fetch_worst_s": ran.most("latency_s"), "waited_s": ran.median("waited_s"),
+            "payload_bytes": ran.median("nbytes"), "planner_busy_s": ran.planner_s, "slowest_source": ran.source,
+            "slowest_source_s": ran.source_s, "waits_for": ran.why(self.pace_s),
+        }  # fmt: skip
+
+
+Progress = Callable[[str, int, int], None]
+
+
+def constants_of(blueprint: Blueprint, *, again: bool, progress: Progress) -> tuple[Measured, Path]:
+    """Measured on this machine for these files, and where they are kept."""
+    # Not the samples of a batch or the place: constants are of sources and of the machine. A sample is as long as the context lets it be,
+    # and means over sources follow their weights.
+    files = (f"{i.source} {i.nbytes} {len(i.chunks)} {len(i.files)}" for i in blueprint.indexes)
+    job = blueprint.job
+    sources = (f"{source.name} {source.weight}" for source in job.sources)
+    lengths = f"context {job.batch.context}, on_long {job.on_long}"
+    mark = digest(*files, *sources, lengths, *(pipeline.fingerprint for pipeline in blueprint.pipelines))
+    kept = Path(blueprint.options.cache_dir or default_cache_dir()) / f"fleet-{mark[:24]}.json"
+    return measured(blueprint, kept, again=again, progress=progress), kept
+
+
+def refuse(job: Job, asked: Asked) -> None:
+    """Raise what a launch at one of these sizes would raise: before anything is measured."""
+    for gpus in asked.gpus:
+        fleet = _mesh(job, asked, gpus)
+        try:
+            replace(job, place=ClientPlaceTree(pp=fleet.pp, dp=fleet.dp, cp=fleet.cp, tp=fleet.tp), journal=None)
+        except JobError as fault:
+            mesh = f"simulate, {gpus} GPUs with cp {fleet.cp}, pp {fleet.pp}, tp {fleet.tp}"
+            raise JobError(fault.problems, mesh) from fault
+
+
+def fleet_of(job: Job, asked: Asked, gpus: int, constants: Constants, constructors: bool) -> Fleet:
+    """Loader hosts are as many as reading takes, and not fewer than sources ask for."""
+    made = replace(_mesh(job, asked, gpus), constructors=constructors)
+    samples = asked.batch or max(1, round(_samples(job, constants) * made.dp / job.place.dp))
+    hosts = asked.hosts or max(1, math.ceil(samples * constants.read_s / asked.pace_s / THREADS / BUSY))
+    return replace(made, batch=samples, hosts=hosts)
+
+
+def _mesh(job: Job, asked: Asked, gpus: int) -> Fleet:
+    try:
+        return Fleet(
+            gpus=gpus, tp=asked.tp, cp=asked.cp, pp=asked.pp, gpus_per_node=asked.gpus_per_node, sources=len(job.sources),
+            workers=asked.workers, sources_per_host=asked.sources_per_host, broadcast=asked.broadcast,
+        )  # fmt: skip
+    except ValueError as problem:
+        raise JobError([str(problem)], "simulate") from None
+
+
+def _samples(job: Job, constants: Constants) -> float:
+    return float(job.batch.samples) if job.batch.samples else float(job.batch.tokens or 0) / constants.sample_tokens
+
+
+def placed(job: Job, fleet: Fleet, constants: Constants) -> Job:
+    """The job at this place tree, with this batch."""
+    place = ClientPlaceTree(pp=fleet.pp, dp=fleet.dp, cp=fleet.cp, tp=fleet.tp)
+    if job.batch.samples:
+        batch = replace(job.batch, samples=fleet.batch)
+    else:
+        batch = replace(job.batch, tokens=int(fleet.batch * constants.sample_tokens))
+    return replace(job, place=place, batch=batch, journal=None, until="all")
+
+
+def simulated(
+    job: Job, asked: Asked, *, again: bool = False, progress: Progress = lambda what, done, of: None,
+    clock: Callable[[], float] = time.thread_time, cache_dir: Path | None = None,
+) -> tuple[Measured, Path, list[Cell]]:  # fmt: skip
+    """Every size, with and without constructors as asked."""
+    refuse(job, asked)
+    endless = tuple(replace(source, epochs=None) for source in job.sources)  # a large fleet is through with a small corpus at once
+    blueprint = Blueprint(replace(job, journal=None, sources=endless), Options(cache_dir=cache_dir))
+    try:
+        found, kept = constants_of(blueprint, again=again, progress=progress)
+        cells = []
+        for gpus in asked.gpus:
+            for constructors in asked.constructors:
+                fleet = fleet_of(job, asked, gpus, found.constants, constructors)
+                cells.append(_cell(blueprint, fleet, found, asked.pace_s, clock, progress))
+        return found, kept, cells
+    finally:
+        blueprint.close()
+
+
+def _cell(blueprint: Blueprint, fleet: Fleet, found: Measured, pace_s: float, clock: Callable[[], float], progress: Progress) -> Cell:
+    job = placed(blueprint.job, fleet, found.constants)
+    made = blueprint.placed(job.place)
+    made.given, made.job = replace(made.given, batch=job.batch), replace(made.job, batch=job.batch)
+    what = f"{fleet.gpus} GPUs{'' if fleet.constructors else ' without constructors'}"
+    run = FleetRun(made, found.probes, fleet, found.constants, pace_s=pace_s, clock=clock)
+    progress(what, 0, STEPS)
+    ran = run.run(STEPS, WARM, lambda step: progress(what, step + 1, STEPS))
+    fleet = replace(fleet, hosts=ran.loader_hosts)
+    return Cell(
+        fleet=fleet, overlord=overlord(fleet, found.constants), colocated=colocated(fleet, found.constants),
+        colocated_tp=colocated(fleet, found.constants, first_of_tp=True), links=connections(fleet),
+        connecting_s=connecting_s(fleet, found.constants), ran=ran, pace_s=pace_s,
+    )  # fmt: skip

@@ -1,0 +1,82 @@
+"""Readers that read nothing: the rows of a source's index with the metadata of a few rows that were really read.
+
+The loader core above them cannot tell, so a fleet of any size is planned by the cores that would plan it, on one machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from overlord.loader.order import SourceOrder
+from overlord.messages.loader import Evaluate, Evaluated, Found, Read, WindowRead
+from overlord.sample import Column, Ragged
+from overlord.sources.index import Index
+
+ROW_BYTES = 2048  # of a row, where nobody knows how many rows there are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A few rows of one source: what they took, and what the planner would see of them."""
+
+    row_s: float  # to read and transform one
+    sample_bytes: float  # of token ids held ready
+    meta: Mapping[str, Sequence[Any]]  # by column, a value for every sample; lists where a sample has several
+
+    @property
+    def tokens(self) -> float:
+        return float(np.mean(self.meta["tokens"]))
+
+    def plain(self) -> dict[str, Any]:
+        return {"row_s": self.row_s, "sample_bytes": self.sample_bytes, "meta": {name: list(v) for name, v in self.meta.items()}}
+
+    def drawn(self, which: np.ndarray) -> dict[str, Column]:
+        """The columns of these samples."""
+        found: dict[str, Column] = {}
+        for name, values in self.meta.items():
+            if isinstance(values[0], (list, tuple)):
+                picked = [np.asarray(values[k], np.int64) for k in which.tolist()]
+                found[name] = Ragged(np.concatenate([np.zeros(0, np.int64), *picked]), np.cumsum([0, *map(len, picked)]))
+            else:
+                found[name] = np.asarray(values)[which]
+        return found
+
+
+class DummyReader:
+    """Answers a loader's Reads and Evaluates. Every raw row is a sample, drawn from the probed ones by the row's own key."""
+
+    def __init__(self, order: SourceOrder, index: Index, probe: Probe, slice_rows: int):
+        self._order, self._probe, self._slice = order, probe, slice_rows
+        chunks = index.chunks
+        guessed = np.maximum(1, chunks.nbytes // ROW_BYTES)
+        self._rows = np.where(chunks.rows >= 0, chunks.rows, guessed)
+        self._file, self._start = chunks.file.astype(np.int64), chunks.start
+        self._window: tuple[np.ndarray, np.ndarray, np.ndarray] = (np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+    def read(self, command: Read) -> tuple[WindowRead, float]:
+        """What came of it, and how long it takes; reading counts with the row."""
+        first, files, rows, over = command.window * self._slice, list[np.ndarray](), list[np.ndarray](), list[int]()
+        for chunk in command.chunks:
+            n = int(np.clip(self._rows[chunk] - first, 0, self._slice))
+            files.append(np.full(n, self._file[chunk]))
+            rows.append(max(0, int(self._start[chunk])) + first + np.arange(n))
+            if first + n >= self._rows[chunk]:
+                over.append(chunk)
+        file, row = np.concatenate(files), np.concatenate(rows)
+        key = self._order.row_keys(command.epoch, file, row)
+        order = np.lexsort((row, file, key))
+        self._window = key[order], file[order], row[order]
+        return WindowRead(len(row), tuple(over)), 0.0
+
+    def evaluate(self, command: Evaluate) -> tuple[Evaluated, float]:
+        key, file, row = (column[: command.rows] for column in self._window)
+        self._window = tuple(column[command.rows :] for column in self._window)  # type: ignore[assignment]
+        n, none = len(key), np.zeros(0, np.int64)
+        meta = self._probe.drawn((key % np.uint64(len(self._probe.meta["tokens"]))).astype(np.int64))
+        found = Found(key, file, row, np.zeros(n, np.int32), meta, none.astype(np.uint64), none, none, ())
+        seconds = n * self._probe.row_s
+        return Evaluated(found, n, int(n * self._probe.sample_bytes), seconds), seconds

@@ -1,0 +1,270 @@
+"""The low level: places where a function of yours stands in for a part of the package (the Overlord paper, section 4.2).
+
+    Job(strategy=ov.plan_raw(fn))                    the planner: where every sample goes, from raw arrays
+    session.summary_buffer()                         what the planner sees, to try things on
+    Job(hooks=[ov.loader_do_plan(fn)])               the loaders: the tokens of what a step takes from one source
+    Job(hooks=[ov.constructor_do_plan(fn)])          the constructors: the microbatches of one bucket
+
+All three shape what ranks receive, so they belong to the job and its fingerprint, by the text of the function. What they
+return is checked; an error in one ends the job at its step and names the function. They must be pure: equal input, equal
+output, whatever the thread, the machine and the step that ran before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from overlord.errors import PlanError
+from overlord.hashing import key64, keyed_hash
+from overlord.plan.plan import LoadingPlan
+from overlord.sample import IDS, Ragged, SampleId
+from overlord.user_code import checked_function, name_of, told
+
+if TYPE_CHECKING:
+    from overlord.batch import Batch
+
+LOADER, CONSTRUCTOR = "loader_do_plan", "constructor_do_plan"
+CONTRACT = {  # what every microbatch holds, of which type
+    "tokens": np.int64, "position_ids": np.int64, "labels": np.int64, "loss_mask": np.float32, "cu_seqlens": np.int32,
+    "cu_seqlens_padded": np.int32, "max_seqlen": np.int32, "source_ids": np.int32,
+}  # fmt: skip
+PER_TOKEN = ("tokens", "position_ids", "labels", "loss_mask", "attention_mask")
+
+
+
+# the planner
+
+
+
+
+
+
+# loaders and constructors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hook:
+    """What ``loader_do_plan`` and ``constructor_do_plan`` give: an entry of ``Job(hooks=...)``."""
+
+    kind: str
+    fn: Callable[[Any], Any]
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.kind}({name_of(self.fn)})"
+
+    def __call__(self, given: Any, step: int) -> Any:
+        try:
+            return self.fn(given)
+        except PlanError:
+            raise
+        except (Exception, SystemExit, GeneratorExit) as e:  # the user's code: whatever it raises ends the job at this step, by name
+            raise PlanError(f"{self.__name__} raised {told(e)}", step, "mend the hook") from e
+
+
+def loader_do_plan(fn: Callable[[Popped], Ragged]) -> Hook:
+    """Replaces the tokens that loaders hand over: ``fn(samples: Popped) -> Ragged`` of the same row lengths.
+
+    It is called once per step and source with all the source's samples of the step, in the plan's order, whichever loaders held
+    them: so the number of loaders still does not show in the stream. Lengths are planned already and cannot change. Hooks run
+    in the order of ``Job.hooks``, before any constructor's, in a worker thread.
+
+        def hide_digits(samples):
+            if samples.source != "web":
+                return samples.tokens
+            return ov.Ragged(np.where(samples.tokens.values < 10, 0, samples.tokens.values), samples.tokens.offsets)
+    """
+    return Hook(kind=LOADER, fn=checked_function(fn, LOADER, ("samples",)))
+
+
+def constructor_do_plan(fn: Callable[[Assembly], list[dict[str, np.ndarray]]]) -> Hook:
+    """Builds the microbatches of one bucket: ``fn(assembly: Assembly) -> list of dicts``, one per planned microbatch.
+
+    It is called once per step and bucket (with buckets along PP or TP, once for each data-parallel group). What it returns is cut for
+    ranks as the package's own is: keys of yours go to every pipeline stage, those with an entry for every token are sliced along cp.
+    Every dict must have the keys of the batch contract, of their types, with
+    ``cu_seqlens`` and ``cu_seqlens_padded`` that cut its tokens into a document for each of ``source_ids``; more keys of any name
+    may stand beside them, as numpy arrays, and arrive in the trainer's ``Microbatch``. ``assembly.default()`` gives
+    what the package would build (read-only arrays: copy what you change), or what the hook before this one gave. A microbatch
+    may be empty: it has no documents, and one document of padding in the default.
+    ``Step.global_valid_tokens`` and ``Microbatch.samples`` keep telling of the plan: who strikes out more loss counts it itself.
+
+        def with_lengths(assembly):
+            return [mb | {"lengths": np.diff(mb["cu_seqlens"])} for mb in assembly.default()]
+    """
+    return Hook(kind=CONSTRUCTOR, fn=checked_function(fn, CONSTRUCTOR, ("assembly",)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Popped:
+    """What one source gives to one step: ids and tokens of its samples, row by row, in the plan's order (that of the stream,
+    but where look-ahead chooses)."""
+
+    step: int
+    source: str
+    epoch: np.ndarray
+    file: np.ndarray
+    row: np.ndarray
+    part: np.ndarray
+    tokens: Ragged  # read-only; row i is sample i
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def __getitem__(self, i: int) -> SampleId:
+        return SampleId(self.source, int(self.epoch[i]), int(self.file[i]), int(self.row[i]), int(self.part[i]))
+
+    def chance(self, purpose: str = "") -> np.ndarray:
+        """A number from 0 to below 1 for every token of ``tokens.values``: by the job's seed, the sample's id and the token's
+        place in it, so the same in every run. Other purposes, other numbers."""
+        lengths = self.tokens.lengths
+        each = keyed_hash(key64("hook", self.seed, self.source, purpose), self.epoch, self.file, self.row, self.part)
+        place = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        mixed = keyed_hash(0, np.repeat(each, lengths).view(np.int64), place)
+        return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Assembly:
+    """One bucket's part of a step, as its constructor sees it."""
+
+    step: int
+    bucket: int
+    batch: Batch
+    plan: LoadingPlan
+    rows: tuple[np.ndarray, ...]  # by microbatch: its documents as rows of the plan, in slot order
+    gather: Callable[[np.ndarray], Ragged]
+    build: Callable[[], list[dict[str, np.ndarray]]]
+
+    @property
+    def documents(self) -> list[Ragged]:
+        """The tokens of every microbatch: document k of microbatch m is ``documents[m][k]``."""
+        return [self.gather(rows) for rows in self.rows]
+
+    def ids(self, microbatch: int) -> list[SampleId]:
+        return [self.plan.sample_id(i) for i in self.rows[microbatch].tolist()]
+
+    def default(self) -> list[dict[str, np.ndarray]]:
+        """What the package would build, one dict per microbatch; its arrays are read-only."""
+        return [dict(microbatch) for microbatch in self.build()]
+
+
+# how they are carried out
+
+
+def of_kind(hooks: Sequence[Hook], kind: str) -> tuple[Hook, ...]:
+    return tuple(hook for hook in hooks if hook.kind == kind)
+
+
+def popped_by(hooks: Sequence[Hook], plan: LoadingPlan, doc: np.ndarray, tokens: Ragged, seed: int) -> tuple[np.ndarray, Ragged]:
+    """The step's payload after the loader hooks: number of each sample's document, and the documents."""
+    order = np.argsort(plan.source, kind="stable")
+    bounds = np.searchsorted(plan.source[order], np.arange(len(plan.names) + 1))
+    pieces = []
+    for i in np.flatnonzero(np.diff(bounds)).tolist():
+        rows = order[bounds[i] : bounds[i + 1]]
+        piece, ids = tokens.take(doc[rows]), {n: getattr(plan, n)[rows] for n in IDS[1:]}
+        for hook in hooks:
+            piece.values.flags.writeable = piece.offsets.flags.writeable = False
+            samples = Popped(step=plan.step, source=plan.names[i], tokens=piece, seed=seed, **ids)
+            piece = _same_lengths(hook, hook(samples, plan.step), piece, plan.step)
+        pieces.append(piece)
+    found = np.empty(len(order), np.int64)
+    found[order] = np.arange(len(order))
+    return found, Ragged.concat(pieces)
+
+
+def _same_lengths(hook: Hook, said: Any, before: Ragged, step: int) -> Ragged:
+    """What a loader hook returned, as rows of its own; or why it cannot be used."""
+    problem = ""
+    if not isinstance(said, Ragged) or not all(_is_flat_and_whole(array) for array in (said.values, said.offsets)):
+        shown = np.asarray(said.values) if isinstance(said, Ragged) else None
+        kind = type(said).__name__ if shown is None else f"Ragged of {shown.dtype}{'' if shown.ndim == 1 else f' {shown.shape}'}"
+        problem = f"wanted a Ragged of token ids, found {kind}"
+    elif not np.array_equal(said.lengths, before.lengths) or not 0 <= said.offsets[0] <= said.offsets[-1] <= len(said.values):
+        problem = f"wanted {len(before)} rows of the lengths it was given, found {len(said)} rows of {int(said.lengths.sum())} tokens"
+    else:
+        said = Ragged(said.compact().values, before.offsets)
+        if len(said.values) and not 0 <= said.values.min() <= said.values.max() < 2**31:
+            problem = "a token id is below 0 or above 2^31 - 1"
+    if problem:
+        raise PlanError(f"{hook.__name__}: {problem}", step, "lengths are planned already; change ids, not their number")
+    return said
+
+
+def _is_flat_and_whole(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "iu"
+
+
+def assembled_by(hooks: Sequence[Hook], assembly: Assembly) -> list[dict[str, np.ndarray]]:
+    """The microbatches of a bucket, each hook over what those before it gave."""
+    build = assembly.build
+    for hook in hooks:
+        build = _over(hook, replace(assembly, build=build))
+    return build()
+
+
+def _over(hook: Hook, assembly: Assembly) -> Callable[[], list[dict[str, np.ndarray]]]:
+    return lambda: _contract(hook, hook(assembly, assembly.step), assembly)
+
+
+def _contract(hook: Hook, said: Any, assembly: Assembly) -> list[dict[str, np.ndarray]]:
+    """What a constructor hook returned, read-only; or which rule of the batch contract it breaks."""
+    wanted: dict[str, Any] = CONTRACT | ({"attention_mask": np.bool_} if assembly.batch.layout == "padded" else {})
+    if not isinstance(said, (list, tuple)) or len(said) != len(assembly.rows):
+        found = f"{len(said)} of them" if isinstance(said, (list, tuple)) else type(said).__name__
+        problem = f"wanted a list of {len(assembly.rows)} microbatches, found {found}"
+    else:
+        problems = ((m, _problem(microbatch, wanted)) for m, microbatch in enumerate(said))
+        problem = next((f"microbatch {m}: {words}" for m, words in problems if words), "")
+    if problem:
+        raise PlanError(f"{hook.__name__}, bucket {assembly.bucket}: {problem}", assembly.step, "start from assembly.default()")
+    return [{key: _read_only(array) for key, array in microbatch.items()} for microbatch in said]
+
+
+def _problem(microbatch: Any, wanted: Mapping[str, Any]) -> str:
+    """What is wrong with one microbatch, in words; empty when nothing is."""
+    if not isinstance(microbatch, Mapping):
+        return f"wanted a mapping, found {type(microbatch).__name__}"
+    if missing := [key for key in wanted if key not in microbatch]:
+        return f"{', '.join(missing)} missing"
+    for key, array in microbatch.items():
+        if not isinstance(key, str) or not isinstance(array, (np.ndarray, np.generic)) or array.dtype.kind not in "biufS":
+            return f"wanted a numpy array of numbers for {key!r}, found {getattr(array, 'dtype', type(array).__name__)}"
+        if key in wanted and array.dtype != wanted[key]:
+            return f"wanted {np.dtype(wanted[key])} for {key!r}, found {array.dtype}"
+    shapes = {key: microbatch[key].shape for key in PER_TOKEN if key in wanted}
+    if len(set(shapes.values())) > 1:
+        return f"the arrays with an entry per token differ in shape: {shapes}"
+    return _problem_of_documents(microbatch)
+
+
+def _problem_of_documents(microbatch: Mapping[str, Any]) -> str:
+    """Kernels and slices read memory by these: wherever a document ends, its tokens must be."""
+    tokens, n = microbatch["tokens"].size, microbatch["source_ids"].size
+    for key in ("cu_seqlens", "cu_seqlens_padded"):
+        ends = microbatch[key]
+        if ends.shape != (n + 1,) or ends[0] != 0 or (ends[1:] < ends[:-1]).any() or ends[-1] > tokens:
+            return f"{key} does not cut {tokens} tokens into {n} documents, one for each of source_ids"
+    if microbatch["cu_seqlens_padded"][-1] != tokens:
+        return f"cu_seqlens_padded ends at {microbatch['cu_seqlens_padded'][-1]}, not with the {tokens} tokens"
+    if (np.diff(microbatch["cu_seqlens"]) > np.diff(microbatch["cu_seqlens_padded"])).any():
+        return "a document of cu_seqlens is longer than with its padding in cu_seqlens_padded"
+    return (
+        "" if microbatch["max_seqlen"].shape == () else f"wanted one number for 'max_seqlen', found shape {microbatch['max_seqlen'].shape}"
+    )
+
+
+def _read_only(array: Any) -> np.ndarray:
+    view = np.asarray(array).view()
+    view.flags.writeable = False
+    return view
+
+
+
+

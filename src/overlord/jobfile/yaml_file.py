@@ -1,0 +1,420 @@
+"""A job as one YAML file, with the names of the Python classes.
+
+The file is only data: it names no code to import, functions come from ``register_function`` alone. Every problem of the
+file, those that the classes themselves find included, comes in one ``JobError``, each with its full key.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from overlord.batch import Batch
+from overlord.checks import did_you_mean
+from overlord.errors import JobError
+from overlord.job.job import Job, Source
+from overlord.jobfile.mixture import failed, read_mixture, write_mixture
+from overlord.mesh import ClientPlaceTree
+from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
+from overlord.transforms.images import Images
+from overlord.transforms.tokenize import Tokenize
+from overlord.uris import is_uri, uri_problems
+
+REGISTER = "call ov.register_function before the file is read; on the command line, in a module named by --import"
+_functions: dict[str, Callable[..., Any]] = {}
+_TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "tokenize": Tokenize, "tokens": Tokens, "map": Map, "filter": Filter, "select": Select, "meta": Meta,
+    "images": Images,
+}  # fmt: skip
+
+
+def register_function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets job files say ``{map: {fn: name}}``. The same name again replaces only the same function, edited and run anew."""
+    if not isinstance(name, str) or not name or not callable(fn):
+        raise JobError([f"wanted a name and a function, found {name!r} and {fn!r}"], "register_function")
+    known = _functions.get(name)
+    if known is not None and _place(known) != _place(fn):
+        raise JobError([f"the name {name!r} stands for {_place(known)} already; choose another"], "register_function")
+    _functions[name] = fn
+    return fn
+
+
+def read_job(path: str | Path) -> Job:
+    """The job of a YAML file. Relative paths in it are relative to the file."""
+    where = str(path)
+    if is_uri(where):
+        raise JobError(["wanted a file of this machine, found a URI; copy it here"], "job file")
+    _refuse_data(where)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as fault:
+        raise JobError([f"cannot be read: {fault.strerror or fault}"], where) from fault
+    except UnicodeDecodeError as fault:
+        problem = f"expected a job file as text, got a file that is not UTF-8: {fault.reason} at byte {fault.start}"
+        raise JobError([problem], where) from fault
+    reader = _Reader(os.path.dirname(os.path.abspath(where)))
+    job = reader.read(text)
+    if job is None or reader.problems:
+        raise JobError(reader.problems, where)
+    return job
+
+
+def _refuse_data(where: str) -> None:
+    """A data file in the place of a job file: say so by its name, before it is read as text."""
+    from overlord.sources.formats import SUFFIXES
+
+    if os.path.isdir(where):
+        raise JobError([f"expected a job file, got a directory; `overlord inspect {where}` lists the data in it"], where)
+    if where.lower().endswith(SUFFIXES) and not where.lower().endswith(".json"):
+        raise JobError([f"expected a job file (YAML), got data; `overlord inspect {where}` shows it and suggests a job file"], where)
+
+
+def write_job(job: Job) -> str:
+    """The job as YAML, only what differs from the defaults. Paths become absolute, so that the text means the same anywhere."""
+    writer = _Writer()
+    plain = writer.job(job)
+    if writer.problems:
+        raise JobError(writer.problems, f"job {job.name!r} cannot be written as YAML")
+    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=140)
+
+
+class _Reader:
+    """Builds the parts one by one and keeps what each of them has to say."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.problems: list[str] = []
+
+    def read(self, text: str) -> Job | None:
+        plain = self._parse(text)
+        if not isinstance(plain, dict):
+            if not self.problems:
+                self.problems.append(f"wanted a mapping with name, sources and batch, found {_shown(plain)}")
+            return None
+        known = self._known(plain, Job, "")
+        place = self._part(ClientPlaceTree, plain["place"], "place") if "place" in plain else ClientPlaceTree()
+        batch = self._part(Batch, plain["batch"], "batch") if "batch" in plain else None
+        sources = self._sources(plain["sources"]) if "sources" in plain else []
+        # Stand-ins for what failed, so that the job's own rules still speak about the rest.
+        stand_ins = {
+            "place": place or ClientPlaceTree(),
+            "batch": batch or Batch(samples=1, context=2 * (place.cp if place else 1)),
+            "sources": sources or [Source("?", "?")],
+        }
+        given = {key: value for key, value in known.items() if key not in ("place", "batch", "sources")}
+        if "mixture" in given and (mixture := read_mixture(given["mixture"], "mixture", self.problems)) is not failed:
+            given["mixture"] = mixture
+        elif "mixture" in given:
+            del given["mixture"]
+        if not sources:  # nothing to weigh
+            given.pop("mixture", None)
+        if isinstance(given.get("journal"), str):
+            given["journal"] = self._path(given["journal"])
+        try:
+            job = Job(**{**stand_ins, **given})
+        except JobError as fault:
+            self.problems += fault.problems
+            return None
+        return job
+
+    def _parse(self, text: str) -> Any:
+        loader = _Loader(text)
+        try:
+            return loader.get_single_data()
+        except (yaml.YAMLError, RecursionError, ValueError) as fault:
+            self.problems.append(f"is no YAML: {_said(fault)}")
+            return None
+        finally:
+            self.problems += loader.twice
+            loader.dispose()
+
+    def _known(self, plain: Mapping[Any, Any], cls: type, at: str) -> dict[str, Any]:
+        """The entries that name fields, and a stand-in for what is missing, so that the rest is still checked."""
+        names = [f.name for f in fields(cls)]
+        dot = f"{at}." if at else ""
+        self.problems += [f"{dot}{key}: unknown{did_you_mean(key, names)}" for key in plain if key not in names]
+        needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING and f.init]
+        missing = [name for name in needed if name not in plain]
+        self.problems += [f"{dot}{name}: missing" for name in missing]
+        stand_ins = {name: {"fn": _missing, "placeholder": 0}.get(name, "?") for name in missing}
+        return {key: value for key, value in plain.items() if key in names} | stand_ins
+
+    def _part(self, cls: type, plain: Any, at: str, **given: Any) -> Any:
+        """One object of a class from a mapping, or None and its problems. ``given``: fields already read."""
+        if not isinstance(plain, dict):
+            self.problems.append(f"{at}: wanted a mapping, found {_shown(plain)}")
+            return None
+        before = len(self.problems)
+        values = self._known({**plain, **given}, cls, at)
+        try:
+            part = cls(**values)
+        except JobError as fault:
+            self.problems += [_keyed(problem, at, values.get("name")) for problem in fault.problems]
+            return None
+        return part if len(self.problems) == before else None
+
+    def _sources(self, plain: Any) -> list[Source]:
+        """Every source, or a stand-in of its name where it failed, so that names and mixture can still be checked."""
+        if isinstance(plain, dict) and plain:
+            entries = [(f"sources.{name}", name, entry) for name, entry in plain.items()]
+        elif isinstance(plain, list) and plain:
+            entries = [(f"sources[{i}]", None, entry) for i, entry in enumerate(plain)]
+        else:
+            example = "as in {web: {uri: 'data/web/*.parquet'}}"
+            self.problems.append(
+                f"sources: expected a list or a mapping with at least one source, got {_shown(plain)}; name one, {example}"
+            )
+            return []
+        return [self._source(at, name, entry) for at, name, entry in entries]
+
+    def _source(self, at: str, name: Any, plain: Any) -> Source:
+        given: dict[str, Any] = {} if name is None else {"name": name}
+        before = len(self.problems)
+        if isinstance(plain, dict):
+            if name is not None and "name" in plain:
+                self.problems.append(f"{at}.name: the key names the source already")
+            for key in ("transforms", "deferred"):
+                if isinstance(plain.get(key), list):
+                    given[key] = self._transforms(plain[key], f"{at}.{key}")
+                elif key in plain:
+                    self.problems.append(f"{at}.{key}: wanted a list, found {_shown(plain[key])}")
+                    given[key] = ()
+            if "path" in plain:  # what many call it: said, and then checked under its name
+                self.problems.append(f"{at}.path: unknown; did you mean 'uri'?")
+                plain = {"uri": plain["path"], **{key: value for key, value in plain.items() if key != "path"}}
+            if "uri" in plain:
+                given["uri"] = self._paths(plain["uri"], at)
+        source = self._part(Source, plain, at, **given)
+        if source is not None and len(self.problems) == before:
+            return source
+        label = name if name is not None else plain.get("name") if isinstance(plain, dict) else None
+        if isinstance(label, str) and label and "/" not in label and "\x1f" not in label:
+            return Source(label, "?")
+        return Source(at, "?")
+
+    def _paths(self, path: Any, at: str) -> Any:
+        """A path or a list of paths, put behind the file's folder; anything else is a problem here, not a dataset."""
+        if isinstance(path, str) and path:
+            return self._path(path)
+        if isinstance(path, list) and path and all(isinstance(p, str) and p for p in path):
+            return [self._path(p) for p in path]
+        self.problems.append(f"{at}.uri: wanted a path or a list of paths, found {_shown(path)}")
+        return "?"
+
+    def _path(self, path: str) -> str:
+        """What is no good as a URI stays as it is, for whoever checks it: a folder before it would make a path of it."""
+        return path if "://" in path or uri_problems(path) else os.path.join(self.folder, os.path.expanduser(path))
+
+    def _transforms(self, plain: list[Any], at: str) -> tuple[Any, ...]:
+        made = [self._transform(entry, f"{at}[{i}]") for i, entry in enumerate(plain)]
+        return tuple(t for t in made if t is not None)
+
+    def _transform(self, plain: Any, at: str) -> Any:
+        if isinstance(plain, str):
+            plain = {plain: {}}
+        if not isinstance(plain, dict) or len(plain) != 1:
+            self.problems.append(f"{at}: wanted one of {', '.join(_TRANSFORMS)} with its fields, found {_shown(plain)}")
+            return None
+        kind, body = next(iter(plain.items()))
+        if kind not in _TRANSFORMS:
+            self.problems.append(f"{at}.{kind}: unknown{did_you_mean(kind, _TRANSFORMS)}")
+            return None
+        at = f"{at}.{kind}"
+        if kind == "select":
+            return self._select(body, at)
+        if not isinstance(body, dict):
+            first = {"tokenize": "tokenizer", "tokens": "column", "meta": "name", "images": "placeholder"}.get(kind, "fn")
+            self.problems.append(f"{at}: wanted its fields, as in {{{first}: ...}}, found {_shown(body)}")
+            return None
+        given: dict[str, Any] = {}
+        if kind == "tokenize" and isinstance(body.get("tokenizer"), str) and body["tokenizer"]:
+            given["tokenizer"] = self._path(body["tokenizer"])
+        if kind == "meta":
+            body = self._meta_value(body, at)
+        name = "value" if kind == "meta" else "fn"
+        if kind in ("map", "filter", "meta") and isinstance(body.get(name), _Named):
+            given[name] = body[name].fn
+        elif kind in ("map", "filter") and "fn" in body:
+            given["fn"] = self._function(body["fn"], f"{at}.fn")
+        return self._part(_TRANSFORMS[kind], body, at, **given)  # type: ignore[arg-type]
+
+    def _select(self, body: Any, at: str) -> Select | None:
+        if not isinstance(body, list):
+            self.problems.append(f"{at}: wanted a list of columns, found {_shown(body)}")
+            return None
+        try:
+            return Select(*body)
+        except JobError as fault:
+            self.problems += [f"{at}.{problem}" for problem in fault.problems]
+            return None
+
+    def _meta_value(self, body: dict[Any, Any], at: str) -> dict[Any, Any]:
+        """``column`` or ``fn`` in a file, where Python has one argument for both: a file must say which it means."""
+        rest = {key: value for key, value in body.items() if key not in ("column", "fn")}
+        if ("column" in body) == ("fn" in body):
+            self.problems.append(f"{at}: wanted exactly one of column and fn")
+            return {**rest, "value": "?"}
+        return {**rest, "value": body["column"] if "column" in body else _Named(self._function(body["fn"], f"{at}.fn"))}
+
+    def _function(self, name: Any, at: str) -> Callable[..., Any]:
+        if isinstance(name, str) and name in _functions:
+            return _functions[name]
+        known = f"known: {', '.join(sorted(_functions))}" if _functions else "none is registered"
+        self.problems.append(f"{at}: no function is registered as {_shown(name)} ({known}); {REGISTER}")
+        return _missing
+
+
+class _Named:
+    """A function found in the registry, told apart from a column's name."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+
+
+def _missing(*_: Any) -> None:
+    """Stands where a function was not found, so that the rest of its transform is still checked."""
+
+
+def _keyed(problem: str, at: str, name: Any) -> str:
+    """What a class says about itself, under the file's key: "source 'web'.weight: ..." is "sources[3].weight: ..."."""
+    for own in (f"source {name!r}", "batch", "place"):
+        if problem.startswith((f"{own}.", f"{own}:")):
+            return at + problem.removeprefix(own)
+    return f"{at}.{problem}"
+
+
+def _said(fault: Exception) -> str:
+    """What the parser says, in one line and without the name that it gives to a text."""
+    mark = getattr(fault, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(fault).split())
+    parts = [part for part in (getattr(fault, "context", None), getattr(fault, "problem", None)) if part]
+    return f"{', '.join(parts)} (line {mark.line + 1}, column {mark.column + 1})"
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _place(fn: Any) -> str:
+    return f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
+
+
+class _Writer:
+    """A job as plain values; what has no place in a file becomes a problem."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def job(self, job: Job) -> dict[str, Any]:
+        plain = {name: getattr(job, name) for name in ("name",)}
+        plain["sources"] = [self._source(i, source) for i, source in enumerate(job.sources)]
+        if job.place != ClientPlaceTree():
+            plain["place"] = {k: list(v) if isinstance(v, tuple) else v for k, v in _changed(job.place).items()}
+        plain["batch"] = _changed(job.batch)
+        for name, value in _changed(job).items():
+            if name in ("name", "sources", "place", "batch"):
+                continue
+            if name == "mixture" and isinstance(value, Mapping):
+                value = {source: float(weight) if isinstance(weight, float) else int(weight) for source, weight in value.items()}
+            elif name == "mixture":
+                value = write_mixture(value, "mixture", self.problems)
+            elif name == "journal":
+                value = _anywhere(value)
+            elif callable(value) or name == "hooks":
+                self.problems.append(f"{name}: {_shown(value)} is code; a file can name only what has a name")
+            plain[name] = value
+        return plain
+
+    def _source(self, i: int, source: Source) -> dict[str, Any]:
+        plain = _changed(source)
+        at = f"sources[{i}]"
+        paths = list(source.uri) if isinstance(source.uri, (list, tuple)) else [source.uri]
+        if all(isinstance(p, (str, os.PathLike)) for p in paths):
+            text = [_anywhere(os.fspath(p)) for p in paths]
+            plain["uri"] = text if isinstance(source.uri, (list, tuple)) else text[0]
+        else:
+            self.problems.append(f"{at}.uri: {_shown(source.uri)} is an object of this program, not files")
+        if "weight" in plain:
+            plain["weight"] = float(source.weight) if isinstance(source.weight, float) else int(source.weight)
+        if source.transforms:
+            plain["transforms"] = [self._transform(t, f"{at}.transforms[{k}]") for k, t in enumerate(source.transforms)]
+        return plain
+
+    def _transform(self, t: Any, at: str) -> dict[str, Any]:
+        if type(t) not in _TRANSFORMS.values():
+            self.problems.append(f"{at}: {_shown(t)} has no name in a job file")
+            return {}
+        if isinstance(t, Select):
+            return {"select": list(t.columns)}
+        body = {name: list(value) if isinstance(value, tuple) else value for name, value in _changed(t).items()}
+        if isinstance(t, Tokenize):
+            body["tokenizer"] = _anywhere(str(t.tokenizer))
+        if isinstance(t, (Map, Filter)):
+            body["fn"] = self._name_of(t.fn, at)
+        if isinstance(t, Meta):
+            value = body.pop("value")
+            body |= {"column": value} if isinstance(value, str) else {"fn": self._name_of(value, at)}
+        return {t.kind: body}
+
+    def _name_of(self, fn: Any, at: str) -> str:
+        for name in sorted(_functions):
+            if _functions[name] is fn:
+                return name
+        self.problems.append(f"{at}: the function {_place(fn)} has no name in a job file; call ov.register_function first")
+        return "?"
+
+
+def _changed(thing: Any) -> dict[str, Any]:
+    """Fields that differ from their defaults, and those without one."""
+    return {f.name: getattr(thing, f.name) for f in fields(thing) if f.default is MISSING or getattr(thing, f.name) != f.default}
+
+
+def _anywhere(path: str) -> str:
+    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe, no key twice, and plain scalars as YAML 1.2 reads them: 1e-3 is a number; no, on and 2024-01-01 are text."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.twice: list[str] = []
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    self.twice.append(f"{key.value}: given twice, the second time in line {key.start_mark.line + 1}")
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what the loader above would read as something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_SCALARS = (
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("int", r"^[-+]?(?:0|[1-9][0-9]*)$", "-+0123456789"),
+    ("float", r"^[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$", "-+.0123456789"),
+    ("float", r"^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$", "-+."),
+    ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
+    ("merge", r"^<<$", "<"),
+)
+for _cls in (_Loader, _Dumper):
+    _cls.yaml_implicit_resolvers = {}
+    for _tag, _pattern, _first in _SCALARS:
+        _letters = ["" if letter == "\0" else letter for letter in _first]
+        _cls.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _letters)

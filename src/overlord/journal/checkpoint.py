@@ -1,0 +1,258 @@
+"""What is written down of a stream, so that the state behind any step is there after everything was killed. Pure.
+
+Differential checkpoints (the Overlord paper, section 6.1): the whole state seldom, as a *snapshot*; with every plan only what it changed
+in the state. A snapshot and the plans since give the state behind each of them, bit for bit, and no data is read for it. A snapshot is a
+change as well: one from the empty state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from overlord.journal.checkpoint_codec import packed, unpacked
+from overlord.messages.control import Cursor, Report, Stage, StreamState
+from overlord.planning.events import Event, widened
+from overlord.planning.state_json import event_in, event_out, fingerprint_out, reports_in, reports_out
+
+SNAPSHOT, PLAN, EVENT, REPORT, ACKED, REWIND, BACK, JOB = "snapshot", "plan", "event", "report", "acked", "rewind", "back", "job"
+KINDS = (SNAPSHOT, PLAN, EVENT, REPORT, ACKED, REWIND, BACK, JOB)
+MOST_SOURCES = 2**20  # more are not believed: nothing is allocated on the word of a file
+MOST_AGES = 2**26
+N_CURSOR = len(Cursor())
+
+Body = dict[str, Any]  # texts, whole numbers, bytes, lists and dicts of them
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A record by what it means. ``number``: a step; ``where``: segment and byte, of one that was read."""
+
+    kind: str
+    number: int
+    body: Body
+    where: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """When the next snapshot is due: as soon as the plans since the last one hold ``ratio`` times its bytes.
+
+    Then snapshots add one part in ``ratio`` to what is written, whatever the number of sources, and reading the plans again costs at most
+    so many times as much as reading the snapshot. ``most_bytes`` and ``most_plans`` bound what a restart holds in memory and folds.
+    """
+
+    ratio: int = 64
+    most_bytes: int = 2**23
+    most_plans: int = 1024
+
+    def due(self, snapshot_bytes: int, bytes_since: int, plans_since: int) -> bool:
+        return plans_since >= self.most_plans or bytes_since >= min(self.ratio * snapshot_bytes, self.most_bytes)
+
+
+# entries
+
+
+def snapshot(state: StreamState, acked: int) -> Entry:
+    """The whole state, under the number of the next step."""
+    return Entry(SNAPSHOT, state.step, {"acked": acked, **changes(None, state)})
+
+
+def rewind(state: StreamState, floor: int = 0) -> Entry:
+    """A snapshot that opens anew: what was planned before does not count any more. ``floor``: the first step that events may still
+    change, where steps that are planned again were seen by some."""
+    return Entry(REWIND, state.step, {"acked": state.step - 1, "floor": max(floor, state.step), **changes(None, state)})
+
+
+def plan(stage: Stage, before: StreamState, acked: int) -> Entry:
+    """A planned step: what is needed to know it again, and what it changed in the state. ``acked``: the last step that all took by then."""
+    assert isinstance(stage.after, StreamState)
+    body = {"digest": stage.digest, "skipped": stage.skipped, "acked": acked, **changes(before, stage.after)}
+    return Entry(PLAN, stage.plan.step, body)
+
+
+def event(said: Event, step: int) -> Entry:
+    """``step``: the first that was not planned when it was said."""
+    return Entry(EVENT, step, event_out(said))
+
+
+def report(said: Report) -> Entry:
+    return Entry(REPORT, said.step, {"rank": said.rank, "metrics": dict(said.metrics)})
+
+
+def acked(step: int) -> Entry:
+    """Every rank took this step, and no plan is there to say so."""
+    return Entry(ACKED, step, {})
+
+
+def back(step: int, generation: int, reason: str) -> Entry:
+    """A part was lost, and what lies behind ``step`` was planned again. For people: the same plans came again."""
+    return Entry(BACK, step, {"generation": generation, "reason": reason})
+
+
+def job(step: int, names: Sequence[str], fingerprint: Mapping[str, str], place: str) -> Entry:
+    """Whose stream it is: beside the first snapshot of a segment, and when a source joins. ``place``: under another mesh or
+    ``sync`` the same samples have other slots, and plans other digests."""
+    return Entry(JOB, step, {"names": list(names), "fingerprint": fingerprint_out(fingerprint, names), "place": place})
+
+
+def event_of(entry: Entry) -> Event:
+    return event_in(entry.body)
+
+
+def report_of(entry: Entry) -> Report:
+    metrics = {str(name): float(value) for name, value in entry.body["metrics"].items()}
+    return Report(entry.number, int(entry.body["rank"]), metrics)
+
+
+# states
+
+
+def changes(before: StreamState | None, after: StreamState) -> Body:
+    """What makes ``after`` of ``before``; of nothing, where that is None. Numbers as differences, which are small."""
+    n, full = len(after.active), before is None
+    before = _empty(n, tuple(after.counts)) if before is None else widened(before, n)
+    body: Body = {"step": after.step, "sources": n, "mix": [after.mix_step, after.mix_epoch]}
+    if full or tuple(after.counts) != tuple(before.counts):
+        body["counts"] = list(after.counts)
+        before = replace(before, counts=_counted(before, tuple(after.counts)))
+    if not (_fits(after.owed) and _fits(before.owed)):
+        body["owed"] = list(after.owed)
+    delta = _table(after) - _table(before)
+    touched = delta.any(axis=1)
+    if not touched.all():
+        body["rows"], delta = np.packbits(touched).tobytes(), delta[touched]
+    body["columns"] = packed(delta)
+    if after.active != before.active:
+        body["active"] = np.packbits(np.array(after.active, bool)).tobytes()
+    if after.events != before.events:
+        body["events"] = [event_out(e) for e in after.events]
+    if after.weights != before.weights:
+        body["weights"] = list(after.weights)
+    if after.schedule != before.schedule:
+        body["schedule"] = json.dumps(after.schedule)
+    if after.ahead or before.ahead:
+        body["ahead"] = _ages_out(after.ahead)
+    if after.reports != before.reports:
+        body["reports"] = _reports_left(before.reports, after.reports)
+    return body
+
+
+def changed(before: StreamState | None, body: Body) -> StreamState:
+    """``after``, of ``before`` and what ``changes`` gave. What does not fit is a ValueError, a TypeError or a KeyError."""
+    n = _whole(body["sources"], MOST_SOURCES)
+    before = _empty(n, ()) if before is None else widened(before, n)
+    if len(before.active) != n:
+        raise ValueError(f"wanted {len(before.active)} sources, found {n}")
+    counts = _counted(before, tuple(map(str, body["counts"]))) if "counts" in body else before.counts
+    before = replace(before, counts=counts)
+    rows, table = _rows(body, n), _table(before)
+    delta = unpacked(body["columns"], len(rows))
+    if delta.shape[1] != table.shape[1]:
+        raise ValueError(f"wanted {table.shape[1]} columns, found {delta.shape[1]}")
+    table[rows] += delta
+    reports = before.reports if "reports" not in body else _reports_of(before.reports, body["reports"])
+    mix_step, mix_epoch = body["mix"]
+    return StreamState(
+        step=_whole(body["step"]),
+        cursors=np.ascontiguousarray(table[:, :N_CURSOR]),
+        owed=tuple(map(int, body["owed"])) if "owed" in body else tuple(table[:, N_CURSOR].tolist()),
+        active=tuple(_flags(body["active"], n).tolist()) if "active" in body else before.active,
+        events=tuple(map(event_in, body["events"])) if "events" in body else before.events,
+        mix_step=_whole(mix_step),
+        mix_epoch=_whole(mix_epoch),
+        ahead=_ages_in(body["ahead"], n) if "ahead" in body else (),
+        counts={name: np.ascontiguousarray(table[:, N_CURSOR + 1 + k]) for k, name in enumerate(counts)},
+        weights=tuple(map(float, body["weights"])) if "weights" in body else before.weights,
+        schedule=json.loads(body["schedule"]) if "schedule" in body else before.schedule,
+        reports=reports,
+    )
+
+
+def with_report(state: StreamState, said: Report) -> StreamState:
+    """A state whose later plans may use a report: the last word of a rank counts."""
+    known = {(r.step, r.rank): r for r in state.reports} | {(said.step, said.rank): said}
+    return replace(state, reports=tuple(known[key] for key in sorted(known)))
+
+
+def samples_of(body: Body) -> np.ndarray:
+    """How many samples each source gave to the step of a plan."""
+    n = _whole(body["sources"], MOST_SOURCES)
+    rows = _rows(body, n)
+    out, table = np.zeros(n, np.int64), unpacked(body["columns"], len(rows))
+    if table.shape[1] > N_CURSOR + 1:  # the counts begin with samples
+        out[rows] = table[:, N_CURSOR + 1]
+    return out
+
+
+def _empty(n: int, counts: tuple[str, ...]) -> StreamState:
+    zeros = {name: np.zeros(n, np.int64) for name in counts}
+    return StreamState(step=0, cursors=np.zeros((n, N_CURSOR), np.int64), owed=(0,) * n, active=(True,) * n, counts=zeros)
+
+
+def _counted(state: StreamState, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    return {name: state.counts.get(name, np.zeros(len(state.active), np.int64)) for name in names}
+
+
+def _fits(owed: Sequence[int]) -> bool:
+    """Whether accounts are numbers of 64 bits. In tokens, after a change of weights, they may be more."""
+    return not owed or (min(owed) >= -(2**63) and max(owed) < 2**63)
+
+
+def _table(state: StreamState) -> np.ndarray:
+    """All that is a whole number for every source: cursor, account, counts. Differences wrap around, and back."""
+    owed = np.array(state.owed, np.int64) if _fits(state.owed) else np.zeros(len(state.owed), np.int64)
+    return np.column_stack([state.cursors, owed, *state.counts.values()]).astype(np.int64, copy=False)
+
+
+def _ages_out(ahead: Sequence[np.ndarray]) -> list[Any]:
+    """Look-ahead: how many ages each source has, and all of them."""
+    if not ahead:
+        return []
+    lengths = np.array([len(a) for a in ahead], np.int64)
+    return [packed(lengths[:, None]), packed(np.concatenate(ahead).astype(np.int64)[:, None])]
+
+
+def _ages_in(saved: Sequence[Any], n: int) -> tuple[np.ndarray, ...]:
+    if not saved:
+        return ()
+    lengths = unpacked(saved[0], n)[:, 0]
+    if (lengths < 0).any() or lengths.sum() > MOST_AGES:
+        raise ValueError(f"wanted at most {MOST_AGES} ages, found {lengths.sum()}")
+    values = unpacked(saved[1], int(lengths.sum()))[:, 0].astype(np.int32)
+    return tuple(np.split(values, np.cumsum(lengths)[:-1]))
+
+
+def _reports_left(before: Sequence[Report], after: Sequence[Report]) -> list[Any]:
+    """As a rule a plan uses up the oldest ones, and nothing else happens to them."""
+    first = after[0].step if after else (before[-1].step + 1 if before else 0)
+    if tuple(r for r in before if r.step >= first) == tuple(after):
+        return [first]
+    return [0, reports_out(after)]
+
+
+def _reports_of(before: Sequence[Report], saved: Sequence[Any]) -> tuple[Report, ...]:
+    if len(saved) > 1:
+        return reports_in(saved[1])
+    return tuple(r for r in before if r.step >= int(saved[0]))
+
+
+def _flags(data: bytes, n: int) -> np.ndarray:
+    if len(data) != (n + 7) // 8:
+        raise ValueError(f"wanted a bit for each of {n} sources, found {len(data)} bytes")
+    return np.unpackbits(np.frombuffer(data, np.uint8))[:n].astype(bool)
+
+
+def _rows(body: Body, n: int) -> np.ndarray:
+    """The sources in which something changed."""
+    return np.flatnonzero(_flags(body["rows"], n)) if "rows" in body else np.arange(n)
+
+
+def _whole(value: Any, most: int = 2**63 - 1) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"wanted a whole number from 0 to {most}, found {value!r:.40}")
+    return value

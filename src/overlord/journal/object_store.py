@@ -1,0 +1,115 @@
+"""A journal in an object store: an object for every append, each created where none is.
+
+A store cannot append and has no locks. But it can refuse to write over an object, and segments are numbered: the writer that creates the
+next number goes on, and the one that finds it taken has been replaced. So a new writer shuts out the old one by its first object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from overlord.errors import JournalError
+from overlord.journal.segment import SUFFIX, ordinal_of
+from overlord.journal.storage import NameTaken
+from overlord.sources.base import File, Unreachable
+from overlord.sources.object_store import Remote
+
+T = TypeVar("T")
+READERS = 16  # requests at a time when a journal is read: each takes some ten milliseconds
+AT_ONCE = 256  # objects that are held while the first of them are looked at
+_NO_CONDITIONS = "the journal needs a store that refuses to write over an object (If-None-Match); use another store, or a directory"
+
+
+class Bucket:
+    whole = True
+
+    def __init__(self, uri: str):
+        self._remote, self._base = Remote.of(uri)
+        self.shown = self._base
+        self._files: dict[str, File] = {}
+
+    def hold(self) -> None:
+        """Nobody is asked: the first object of a writer shuts out those before it."""
+
+    def names(self) -> list[str]:
+        listed = self._ask("", lambda: self._remote.list(self._base, recursive=False))
+        found = {entry.path.rpartition("/")[2]: entry.file for entry in listed if entry.file is not None and entry.path.endswith(SUFFIX)}
+        if strange := [name for name in found if ordinal_of(name) < 0]:
+            raise JournalError(self.shown, f"wanted segments like 000000000000.ovj, found {strange[0]!r}", "take it away")
+        self._files = dict(sorted(found.items()))
+        return list(self._files)
+
+    def fetch(self, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+        with ThreadPoolExecutor(READERS, "overlord-journal") as pool:
+            for i in range(0, len(names), AT_ONCE):
+                run = names[i : i + AT_ONCE]
+                yield from zip(run, pool.map(self._read, run), strict=True)
+
+    def _read(self, name: str) -> bytes:
+        file = self._files[name]
+        try:
+            return bytes(self._remote.read(file, 0, file.size)) if file.size else b""
+        except Unreachable as error:
+            fault = error
+        if fault.kind == "gone":
+            raise FileNotFoundError(f"{self.shown}/{name}")
+        raise self._refused(name, fault)
+
+    def settle(self, name: str) -> None:
+        """What a store lists, it keeps."""
+
+    def create(self, name: str, data: bytes) -> None:
+        if self._put(name, data):
+            return
+        # There already. It may be this very object: a request whose answer was lost has still been carried out.
+        found = self._look(name)
+        if found is None and self._put(name, data):  # the store spoke of a conflict, and the other one lost too
+            return
+        found = self._look(name) if found is None else found
+        if found != data:
+            raise NameTaken(name, found or b"")
+
+    def prove(self, name: str, data: bytes) -> None:
+        """That the store refuses a second object of that name: one that does not would let two writers go on side by side."""
+        if self._put(name, data):
+            raise JournalError(
+                f"{self.shown}/{name}", "wanted the store to refuse a second object of that name, found it written", _NO_CONDITIONS
+            )
+
+    def append(self, name: str, data: bytes, at: int) -> None:
+        raise AssertionError("an object cannot be appended to")
+
+    def remove(self, names: Sequence[str]) -> None:
+        self._ask("", lambda: self._remote.delete([self._path(name) for name in names]))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _put(self, name: str, data: bytes) -> bool:
+        return self._ask(name, lambda: self._remote.create(self._path(name), data))
+
+    def _look(self, name: str) -> bytes | None:
+        entry = self._ask(name, lambda: self._remote.look(self._path(name)))
+        if entry is None or entry.file is None:
+            return None
+        self._files[name] = entry.file
+        try:
+            return self._read(name)
+        except FileNotFoundError:
+            return None
+
+    def _path(self, name: str) -> str:
+        return f"{self._base}/{name}"
+
+    def _ask(self, name: str, ask: Callable[[], T]) -> T:
+        """What a store refuses, as errors of a journal."""
+        try:
+            return ask()
+        except Unreachable as error:
+            raise self._refused(name, error) from None
+
+    def _refused(self, name: str, error: Unreachable) -> JournalError:
+        remedy = "segments are never changed by Overlord: find out who does" if error.kind == "changed" else error.remedy
+        return JournalError(f"{self.shown}/{name}".rstrip("/"), error.problem, remedy)

@@ -1,0 +1,49 @@
+"""Whether a journal can be trusted: every byte read, every record decoded, every fault told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from overlord.errors import JournalError
+from overlord.journal.log import Where, read
+from overlord.journal.segments import Reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What was found in a journal."""
+
+    uri: str
+    job: str
+    generation: int
+    writer: str  # the last one
+    segments: int
+    nbytes: int
+    records: int
+    torn: int  # bytes behind the last whole record: a write that was cut, or is just going on
+    cuts: tuple[str, ...]  # every place where one was cut
+    faults: tuple[str, ...]
+
+    @property
+    def first_fault(self) -> str:
+        return self.faults[0] if self.faults else ""
+
+
+def verify(uri: Where) -> Report:
+    """Reads every byte, and decodes every record."""
+    return report_of(str(uri), read(uri), decoding=True)
+
+
+def report_of(uri: str, reading: Reading, decoding: bool = False) -> Report:
+    header, last, faults = reading.header, reading.last, [str(fault) for fault in reading.faults]
+    records = reading.records
+    for record in records if decoding else ():
+        try:
+            _ = record.body
+        except JournalError as error:
+            faults.append(f"{error.path}: {error.problem}; {error.remedy}")
+    return Report(
+        uri=uri, job=header.job if header else "", generation=reading.generation, writer=header.writer if header else "",
+        segments=len(reading.parts), nbytes=sum(part.nbytes for part in reading.parts), records=len(records),
+        torn=last.torn if last else 0, cuts=tuple(map(str, reading.cuts)), faults=tuple(faults),
+    )  # fmt: skip

@@ -1,0 +1,66 @@
+"""Validation of the metrics that a trainer reports. The client and the planner apply the same checks."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from overlord.errors import JobError
+from overlord.messages.control import Report
+
+MAX_METRICS = 4096  # of one report: loss and tokens of two thousand sources
+
+
+MAX_NAME = 200
+
+
+LARGEST = 1e100  # of a value: a product of two and a sum over all ranks stay finite
+
+
+SHOWN = 5  # problems that one error lists
+
+
+def checked(rank: int, step: Any, metrics: Any, next_step: int) -> Report:
+    """A report, or every problem with it. ``next_step``: the first that the rank was not handed.
+
+    A value that is infinite or no number is left out: a run that diverges must not end because it said so.
+    """
+    where = f"report of rank {rank}"
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise JobError([f"wanted the number of a step, found {step!r}"], where) from None
+    if not 0 <= number < next_step:
+        handed = f"the last one handed out is {next_step - 1}" if next_step else "none was handed out yet"
+        raise JobError([f"step {number} was not handed to this rank; {handed}"], where)
+    if not isinstance(metrics, Mapping):
+        raise JobError([f"wanted a mapping of metric name to number, found {metrics!r}"], where)
+    if len(metrics) > MAX_METRICS:
+        raise JobError([f"wanted at most {MAX_METRICS} metrics, found {len(metrics)}"], where)
+    values = {name: _number(value) for name, value in metrics.items()}
+    problems = [p for name, value in values.items() for p in _problems(name, value, metrics[name])]
+    if problems:
+        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        raise JobError(problems[:SHOWN] + more, f"{where}, step {number}")
+    return Report(number, rank, {name: value for name, value in values.items() if value is not None and math.isfinite(value)})
+
+
+def _problems(name: Any, value: float | None, given: Any) -> list[str]:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+        return [f"wanted a metric name of 1 to {MAX_NAME} characters, found {name!r:.{MAX_NAME}}"]
+    if value is None or (math.isfinite(value) and abs(value) > LARGEST):
+        return [f"{name}: wanted a finite number (at most {LARGEST:g}), found {given!r:.80}"]
+    return [f"{name}: wanted a number of tokens, found {given!r:.80}"] if name.startswith("tokens/") and value < 0 else []
+
+
+def _number(value: Any) -> float | None:
+    """A number, or a scalar of whatever array library, as a float."""
+    try:
+        value = value.item() if hasattr(value, "item") else value
+        return float(value) if isinstance(value, (int, float, np.floating)) and not isinstance(value, bool) else None
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # an array of several values; a whole number beyond all floats
+        return None

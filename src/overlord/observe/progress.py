@@ -1,0 +1,127 @@
+"""Driving a session the way a trainer does, and writing down what each step brought and cost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+
+from overlord.process.memory import pss_bytes
+
+if TYPE_CHECKING:
+    from overlord.client.client import Client
+    from overlord.client.step import Step
+    from overlord.plan.plan import LoadingPlan
+
+T = TypeVar("T")
+MEMORY_EVERY = 8  # steps; asking the system for PSS takes milliseconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taken:
+    """One step, as all watched ranks got it."""
+
+    plan: LoadingPlan
+    steps: tuple[Step, ...]  # one per watched rank
+    wait_s: float  # until the last of them had it
+
+    @property
+    def tokens(self) -> int:
+        return int(self.plan.tokens.sum())
+
+
+@dataclass(slots=True)
+class Meter:
+    """Running figures of a watched run. Times count from the moment the first step was asked for."""
+
+    steps: int = 0
+    tokens: int = 0
+    wait_s: float = 0.0
+    first_wait_s: float = 0.0
+    last_wait_s: float = 0.0
+    peak_pss: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    ended: float = 0.0  # 0: it still runs
+    wanted: np.ndarray = field(default_factory=lambda: np.zeros(0))  # by source: sum over steps of the share wanted
+    samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # by source
+    source_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def add(self, taken: Taken) -> None:
+        if not self.steps:
+            self.first_wait_s = taken.wait_s
+        self.steps += 1
+        self.tokens += taken.tokens
+        self.wait_s += taken.wait_s
+        self.last_wait_s = taken.wait_s
+        self._count(taken.plan)
+        if self.steps % MEMORY_EVERY == 1:
+            self.peak_pss = max(self.peak_pss, pss_bytes())
+
+    def _count(self, plan: LoadingPlan) -> None:
+        """By plan and not by the planner's totals, which hold prefetched steps that nobody has taken."""
+        n = len(plan.names)
+        if not len(self.samples):
+            self.wanted, self.samples, self.source_tokens = np.zeros(n), np.zeros(n, np.int64), np.zeros(n, np.int64)
+        weights = np.array([float(plan.extra.get("weights", {}).get(name, 0.0)) for name in plan.names])
+        self.wanted += weights / (weights.sum() or 1.0)
+        self.samples += np.bincount(plan.source, minlength=n)
+        self.source_tokens += np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(np.int64)
+
+    def stop(self) -> None:
+        """No step comes any more: what is computed from here on costs the run nothing."""
+        self.ended = time.perf_counter()
+        self.peak_pss = max(self.peak_pss, pss_bytes())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over the whole run, the wait for the first step included."""
+        return self.tokens / max(1e-9, (self.ended or time.perf_counter()) - self.started)
+
+    @property
+    def wait_ms(self) -> float:
+        """Mean wait of a step after the first: the first one also pays for opening files, and is told apart."""
+        return 1e3 * (self.wait_s - self.first_wait_s) / max(1, self.steps - 1)
+
+
+class Watched(Protocol):
+    """A session, as far as ``watch`` uses it."""
+
+    def client(self, rank: int) -> Client: ...
+    def plan(self, step: int) -> LoadingPlan: ...
+
+
+def watch(session: Watched, ranks: Sequence[int], steps: int | None = None) -> Iterator[Taken]:
+    """Takes steps on these ranks in turn, until there are ``steps`` of them or the data ends."""
+    clients = [session.client(rank) for rank in ranks]
+    for _ in count() if steps is None else range(steps):
+        start = time.perf_counter()
+        try:
+            taken = [next(client) for client in clients]
+        except StopIteration:
+            return
+        yield Taken(session.plan(taken[0].step), tuple(taken), time.perf_counter() - start)
+
+
+def interruptible(work: Callable[[], T]) -> T:
+    """Runs work in a thread and waits for it, so that Ctrl-C is heard at once even while native code is busy."""
+    box: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            box.append((work(), None))
+        except BaseException as fault:
+            box.append((None, fault))
+
+    thread = threading.Thread(target=run, name="overlord-work", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+    result, fault = box[0]
+    if fault is not None:
+        raise fault
+    return result

@@ -1,0 +1,64 @@
+"""Where a row stands in its source's stream, as far as that can be told without reading it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from overlord.errors import PlanError
+from overlord.messages.control import Cursor
+from overlord.sample import SampleId
+
+if TYPE_CHECKING:
+    from overlord.loader.order import SourceOrder
+    from overlord.sources.index import Index
+
+COUNTED = ("parquet", "arrow", "dataset", "factory")  # formats whose `row` is a number; in the others it is a byte
+_ID = re.compile(r"(?P<source>.+)/e(?P<epoch>\d+)/f(?P<file>\d+)/r(?P<row>\d+)(?:/p(?P<part>\d+))?", re.DOTALL)
+
+
+def parse_id(text: str) -> SampleId:
+    """``web/e0/f2/r17`` or ``web/e0/f2/r17/p1``: what ``str(SampleId)`` gives."""
+    found = _ID.fullmatch(text.strip())
+    if found is None:
+        raise PlanError(f"wanted a sample id such as web/e0/f2/r17 (source, epoch, file, row) or web/e0/f2/r17/p1, found {text!r}")
+    numbers = {name: int(found[name] or 0) for name in ("epoch", "file", "row", "part")}
+    return SampleId(found["source"], **numbers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """Rows of one source against a place in its stream."""
+
+    index: Index
+    order: SourceOrder
+    slice_rows: int
+
+    def chunk_of(self, file: int, row: int) -> int:
+        """The chunk that holds a row, or -1: there is no such row."""
+        chunks = self.index.chunks
+        inside = (chunks.file == file) & (chunks.start <= row) & ((chunks.stop < 0) | (row < chunks.stop))
+        at = np.flatnonzero(inside)
+        return int(at[0]) if len(at) else -1
+
+    def passed(self, sample: SampleId, chunk: int, cursor: Cursor) -> bool | None:
+        """Whether the stream has gone by this row; None: it is in the group being drawn from, and only reading tells."""
+        place = int(np.flatnonzero(self.order.chunk_order(sample.epoch) == chunk)[0])
+        mine, there = (sample.epoch, place // self.order.group_size), (cursor.epoch, cursor.group)
+        if mine != there:
+            return mine < there
+        if self.index.format not in COUNTED:
+            return None
+        window = (sample.row - int(self.index.chunks.start[chunk])) // self.slice_rows
+        if window != cursor.window or cursor.file < 0:
+            return window < cursor.window
+        return self._key(sample.epoch, sample.file, sample.row, sample.part) <= self._key(
+            cursor.epoch, cursor.file, cursor.row, cursor.part
+        )
+
+    def _key(self, epoch: int, file: int, row: int, part: int) -> tuple[int, int, int, int]:
+        key = self.order.row_keys(epoch, np.array([file]), np.array([row]))
+        return int(key[0]), file, row, part

@@ -1,0 +1,103 @@
+"""A plan as bytes: small, without pickle, and never trusted when read."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import struct
+from typing import Any
+
+import numpy as np
+
+from overlord.errors import JobError, PlanError
+from overlord.mesh import AXES, ClientPlaceTree
+from overlord.plan.plan import ITEM_COLUMNS, MAX_BINS, OPTIONAL_COLUMNS, SAMPLE_COLUMNS, Assignment, LoadingPlan
+
+MAGIC = b"OVPL\x02"
+DTYPES = frozenset({"<i4", "<i8", "<u4", "<f8"})
+NUMBERS = ("n_buckets", "n_microbatches", "capacity")
+DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, MemoryError, struct.error, JobError)
+
+
+def write(plan: LoadingPlan) -> bytes:
+    """A JSON header, then raw little-endian columns."""
+    columns: list[np.ndarray] = []
+
+    def put(array: np.ndarray | None) -> list[Any] | None:
+        if array is None:
+            return None
+        array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        columns.append(array)
+        return [array.dtype.str, len(array)]
+
+    head: dict[str, Any] = {"step": plan.step, "names": list(plan.names), "extra": dict(plan.extra)}
+    if (place := plan.place) is not None:
+        head["place"] = {axis: getattr(place, axis) for axis in AXES} | {"order": list(place.order)}
+    head["columns"] = {n: put(getattr(plan, n)) for n in SAMPLE_COLUMNS}
+    head["modules"] = {
+        name: {n: getattr(a, n) for n in (*NUMBERS, "axis", "memory_capacity")} | {"broadcast": list(a.broadcast)}
+        | {"columns": {n: put(getattr(a, n)) for n in (*ITEM_COLUMNS, *OPTIONAL_COLUMNS)}}
+        for name, a in plan.modules.items()
+    }  # fmt: skip
+    text = json.dumps(head).encode()
+    return MAGIC + struct.pack("<Q", len(text)) + text + b"".join(c.tobytes() for c in columns)
+
+
+def read(data: bytes) -> LoadingPlan:
+    """What ``write`` wrote, validated; whatever is wrong with the bytes is a ``PlanError``."""
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise PlanError(f"wanted the bytes of a plan, found {type(data).__name__}")
+    if data[: len(MAGIC)] != MAGIC:
+        raise PlanError(f"these {len(data)} bytes are no plan: they do not start with {MAGIC!r}")
+    try:
+        return _read(data).validate()
+    except DAMAGE as e:
+        raise PlanError(f"the bytes of a plan are damaged: {type(e).__name__}: {e}", remedy="the file is cut or damaged") from e
+
+
+def _read(data: bytes) -> LoadingPlan:
+    (size,) = struct.unpack_from("<Q", data, len(MAGIC))
+    at = len(MAGIC) + 8 + size
+    head = json.loads(data[len(MAGIC) + 8 : at])
+
+    def get(spec: list[Any] | None) -> np.ndarray | None:
+        nonlocal at
+        if spec is None:
+            return None
+        kind, count = spec
+        if kind not in DTYPES or not isinstance(count, int) or count < 0:
+            raise ValueError(f"a column of {count!r} {kind!r}")
+        array = np.frombuffer(data, kind, count, at) if count else np.zeros(0, kind)
+        at += array.nbytes
+        return array
+
+    columns: dict[str, Any] = {n: get(head["columns"][n]) for n in SAMPLE_COLUMNS}
+    modules = {}
+    for name, m in head["modules"].items():
+        items = {n: get(m["columns"][n]) for n in (*ITEM_COLUMNS, *OPTIONAL_COLUMNS)}
+        modules[str(name)] = _assignment(str(name), m, items)
+    if at != len(data):
+        raise ValueError(f"{len(data)} bytes where the header tells of {at}")
+    if any(columns[n] is None for n in SAMPLE_COLUMNS if n != "substep"):
+        raise ValueError("a sample column is missing")
+    place = ClientPlaceTree(**head["place"]) if "place" in head else None
+    if place is not None and place.world_size > MAX_BINS:
+        raise ValueError(f"a place of {place.world_size} ranks")
+    return LoadingPlan(
+        step=operator.index(head["step"]), names=tuple(str(n) for n in head["names"]), extra=dict(head["extra"]),
+        place=place, modules=modules, **columns,
+    )  # fmt: skip
+
+
+def _assignment(name: str, head: dict[str, Any], columns: dict[str, Any]) -> Assignment:
+    if any(columns[n] is None for n in ITEM_COLUMNS):
+        raise ValueError(f"module {name!r} lacks a column")
+    counts: dict[str, Any] = {n: operator.index(head[n]) for n in NUMBERS}
+    if counts["n_buckets"] < 1 or not 0 < counts["n_buckets"] * counts["n_microbatches"] <= MAX_BINS:  # before any is allocated
+        raise ValueError(f"{counts['n_buckets']} buckets of {counts['n_microbatches']} microbatches")
+    memory_capacity = float(head["memory_capacity"])
+    if not math.isfinite(memory_capacity):
+        raise ValueError(f"a memory capacity of {memory_capacity}")
+    broadcast = tuple(str(b) for b in head["broadcast"])
+    return Assignment(axis=str(head["axis"]), broadcast=broadcast, memory_capacity=memory_capacity, **counts, **columns)

@@ -1,0 +1,344 @@
+"""LoadingPlan: which sample goes to which bucket, microbatch and slot. Arrays, not objects.
+
+A plan is a value: it can be validated, digested, printed, sent and replayed. It knows nothing of how it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from overlord.errors import JobError, PlanError
+from overlord.hashing import digest
+from overlord.mesh import ClientPlaceTree, broadcast_dims
+from overlord.sample import SampleId
+
+if TYPE_CHECKING:
+    from overlord.batch import Batch
+    from overlord.plan.routes import Routes
+
+MODULES = ("backbone", "encoder")  # what constructors deliver
+SAMPLE_COLUMNS = ("source", "epoch", "file", "row", "part", "tokens", "substep")
+ITEM_COLUMNS = ("sample", "bucket", "microbatch", "slot", "size", "cost")
+OPTIONAL_COLUMNS = ("memory", "out", "offset")  # of items; None where absent
+MAX_BINS = 2**26  # microbatches over all buckets: far above any mesh, far below what would exhaust memory
+ROUNDING = 1 + 1e-9  # over a capacity of memory: sums of real numbers differ by the order of addition
+MOST = 2**53  # of a size: sums of whole numbers must neither wrap round nor be rounded
+
+
+def check_modules(names: Iterable[str], step: int) -> None:
+    """Refuse modules that no constructor delivers."""
+    if unknown := [name for name in names if name not in MODULES]:
+        problem = f"module {unknown[0]!r}: expected {' or '.join(map(repr, MODULES))}, since no rank would receive any other"
+        raise PlanError(problem, step, "leave it out; images are the module 'encoder'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Assignment:
+    """Where the items of one module (backbone, encoder) go. Item i belongs to sample ``sample[i]`` of the plan."""
+
+    axis: str  # whose buckets: "DP", "CP", "WORLD", "PP", "TP"
+    n_buckets: int
+    n_microbatches: int
+    sample: np.ndarray  # int64: row of the plan's sample columns
+    bucket: np.ndarray  # int32
+    microbatch: np.ndarray  # int32
+    slot: np.ndarray  # int32: place inside the microbatch
+    size: np.ndarray  # int64: tokens that count against the capacity, document padding included
+    cost: np.ndarray  # float64
+    capacity: int = 0  # tokens of one microbatch; 0: none
+    broadcast: tuple[str, ...] = ()  # axes along which the trainer broadcasts: one rank of each group fetches
+    memory: np.ndarray | None = None  # float64: what an item takes of memory_capacity; None: only tokens count
+    memory_capacity: float = 0.0  # of one microbatch, in the unit of ``memory``; 0: none
+    out: np.ndarray | None = None  # int64: tokens of the backbone that an item of an encoder becomes
+    offset: np.ndarray | None = None  # int64: where in its sample's tokens those begin
+
+    def order(self) -> np.ndarray:
+        """Items sorted by (bucket, microbatch, slot): the way a constructor walks them. Slots are dense, so nothing is sorted."""
+        bins = self.bins()
+        counts = np.bincount(bins, minlength=self.n_buckets * self.n_microbatches)
+        order = np.empty(len(bins), np.int64)
+        order[(np.cumsum(counts) - counts)[bins] + self.slot] = np.arange(len(bins))
+        return order
+
+    def bins(self) -> np.ndarray:
+        """Number of each item's microbatch, counted over all buckets."""
+        return self.bucket.astype(np.int64) * self.n_microbatches + self.microbatch
+
+
+def _is_whole(column: np.ndarray) -> bool:
+    """Unsigned 64 bits are none: with signed ones beside them numpy makes floats of both."""
+    return column.dtype.kind in "iu" and np.can_cast(column.dtype, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadingPlan:
+    """The plan of one step. Sample columns are in the order of the draw; ``modules["backbone"]`` places them."""
+
+    step: int
+    names: tuple[str, ...]  # source names
+    source: np.ndarray  # int32
+    epoch: np.ndarray  # int32
+    file: np.ndarray  # int32
+    row: np.ndarray  # int64
+    part: np.ndarray  # int32
+    tokens: np.ndarray  # int64
+    modules: Mapping[str, Assignment]
+    substep: np.ndarray | None = None
+    place: ClientPlaceTree | None = None  # the mesh it was placed on; None: a plan made by hand
+    extra: Mapping[str, Any] = field(default_factory=dict)  # JSON values for people (strategy name, wanted weights)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def main(self) -> Assignment:
+        return self.modules["backbone"]
+
+    def module(self, name: str) -> Assignment:
+        """Where the items of a module go; one that the plan has not is refused with those it has."""
+        if name not in self.modules:
+            known = ", ".join(self.modules)
+            raise PlanError(f"no module {name!r}; known: {known}", self.step, "others come in by samples.plan(encoder=images)")
+        return self.modules[name]
+
+    @property
+    def n_microbatches(self) -> int:
+        return self.main.n_microbatches
+
+    def __repr__(self) -> str:
+        a = self.main
+        return (
+            f"LoadingPlan(step {self.step}, {len(self)} samples, {int(self.tokens.sum())} tokens -> "
+            f"{a.n_buckets} buckets x {a.n_microbatches} microbatches, imbalance {self.imbalance()['bucket']:.3f})"
+        )
+
+    def sample_id(self, i: int) -> SampleId:
+        return SampleId(self.names[int(self.source[i])], int(self.epoch[i]), int(self.file[i]), int(self.row[i]), int(self.part[i]))
+
+    def validate(self) -> LoadingPlan:
+        """Every sample in exactly one slot of the backbone, slots dense, capacities kept, every rank served; returns itself."""
+        if "backbone" not in self.modules:
+            raise PlanError("no module 'backbone'", self.step, "end the strategy with .plan()")
+        check_modules(self.modules, self.step)
+        n = len(self)
+        columns = {label: column for label in SAMPLE_COLUMNS if (column := getattr(self, label)) is not None}
+        if any(column.shape != (n,) for column in columns.values()):
+            raise PlanError("the sample columns differ in length", self.step)
+        if wrong := [f"{label}, found {column.dtype}" for label, column in columns.items() if not _is_whole(column)]:
+            raise PlanError(f"wanted whole numbers in {wrong[0]}", self.step)
+        if n and not 0 <= int(self.source.min()) <= int(self.source.max()) < len(self.names):
+            raise PlanError(f"source outside 0..{len(self.names) - 1}", self.step)
+        if n and not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < MOST:
+            raise PlanError("tokens has a number that is negative or too large to be summed", self.step)
+        for name, a in self.modules.items():
+            self._validate_columns(name, a)
+            self._validate_served(name, a)
+            bins = a.bins()
+            self._validate_capacity(name, a, bins, "tokens", a.size, a.capacity)
+            if a.memory is not None:
+                self._validate_capacity(name, a, bins, "memory", a.memory, a.memory_capacity * ROUNDING)
+            self._validate_slots(name, a, bins)
+            self._validate_placeholders(name, a)
+        main = self.main
+        if len(main.sample) != n or not np.array_equal(np.bincount(main.sample, minlength=n), np.ones(n, np.int64)):
+            raise PlanError(
+                "the backbone does not place every drawn sample exactly once", self.step, "a strategy neither adds nor drops samples"
+            )
+        return self
+
+    def _validate_columns(self, name: str, a: Assignment) -> None:
+        columns = {label: getattr(a, label) for label in ITEM_COLUMNS}
+        columns |= {label: getattr(a, label) for label in OPTIONAL_COLUMNS if getattr(a, label) is not None}
+        if a.n_buckets < 1 or a.n_microbatches < 1 or len({column.shape for column in columns.values()}) > 1:
+            raise PlanError(f"module {name!r}: no buckets, no microbatches, or columns of different length", self.step)
+        if a.n_buckets * a.n_microbatches > MAX_BINS:
+            raise PlanError(f"module {name!r}: {a.n_buckets} buckets of {a.n_microbatches} microbatches are too many", self.step)
+        for label, column in columns.items():
+            if not _is_whole(column) and (label not in ("cost", "memory") or column.dtype.kind != "f"):
+                raise PlanError(f"module {name!r}: wanted whole numbers in {label}, found {column.dtype}", self.step)
+            top = np.inf if label in ("cost", "memory") else MOST
+            if label not in ("sample", "bucket", "microbatch", "slot") and len(column) and not 0 <= column.min() <= column.max() < top:
+                raise PlanError(f"module {name!r}: {label} has a number that is negative, infinite or none at all", self.step)
+        for label, column, bound in (
+            ("bucket", a.bucket, a.n_buckets), ("microbatch", a.microbatch, a.n_microbatches), ("sample", a.sample, len(self)),
+        ):  # fmt: skip
+            if len(column) and (int(column.min()) < 0 or int(column.max()) >= bound):
+                raise PlanError(f"module {name!r}: {label} outside 0..{bound - 1}", self.step)
+
+    def _validate_served(self, name: str, a: Assignment) -> None:
+        """Each rank is in one bucket of its axis and has one fetcher along the broadcasts: that is how a tree is made. What
+        can be wrong is that the plan was made for another tree, or for axes that are none."""
+        try:
+            broadcast_dims(a.broadcast)
+            wanted = a.n_buckets if self.place is None else self.place.n_buckets(a.axis)
+        except JobError as e:
+            raise PlanError(f"module {name!r}: {e.problems[0]}", self.step) from None
+        if a.n_buckets != wanted:
+            raise PlanError(
+                f"module {name!r}: {a.n_buckets} buckets, but {self.place} has {wanted} along {a.axis}, so some rank is not served",
+                self.step, f'call .distribute("{a.axis}") with the place the strategy is given',
+            )  # fmt: skip
+
+    def _validate_capacity(self, name: str, a: Assignment, bins: np.ndarray, what: str, load: np.ndarray, capacity: float) -> None:
+        if not capacity or not len(bins):
+            return
+        held = np.bincount(bins, weights=load, minlength=a.n_buckets * a.n_microbatches)
+        if held.max() > capacity:
+            worst = int(held.argmax())
+            raise PlanError(
+                f"module {name!r}: microbatch {worst % a.n_microbatches} of bucket {worst // a.n_microbatches} holds "
+                f"{held[worst]:.12g} {'tokens' if what == 'tokens' else 'of memory'}, more than its capacity of {capacity:.12g}", self.step,
+            )  # fmt: skip
+
+    def _validate_slots(self, name: str, a: Assignment, bins: np.ndarray) -> None:
+        # Slots are dense when none reaches its bin's count and none stands twice.
+        counts = np.bincount(bins, minlength=a.n_buckets * a.n_microbatches)
+        place = (np.cumsum(counts) - counts)[bins] + a.slot
+        if len(bins) and (a.slot.min() < 0 or (a.slot >= counts[bins]).any() or np.bincount(place, minlength=len(bins)).max() > 1):
+            raise PlanError(f"module {name!r}: two items share a slot, or a slot is left empty", self.step)
+
+    def _validate_placeholders(self, name: str, a: Assignment) -> None:
+        """What an item becomes stands in its own document, and no two items on one token: none is encoded twice."""
+        if (a.out is None) != (a.offset is None):
+            raise PlanError(f"module {name!r}: out and offset go together", self.step)
+        if a.out is None or a.offset is None or not len(a.out):
+            return
+        end = a.offset + a.out
+        if (end > self.tokens[a.sample]).any():
+            i = int((end > self.tokens[a.sample]).argmax())
+            raise PlanError(
+                f"module {name!r}: item {i} ends at token {end[i]} of sample {self.sample_id(int(a.sample[i]))}, which has "
+                f"{self.tokens[a.sample[i]]}", self.step,
+            )  # fmt: skip
+        sends = a.out > 0
+        sample, offset, end = a.sample[sends], a.offset[sends], end[sends]
+        if ((sample[1:] < sample[:-1]) | ((sample[1:] == sample[:-1]) & (offset[1:] < offset[:-1]))).any():
+            order = np.lexsort((offset, sample))
+            sample, offset, end = sample[order], offset[order], end[order]
+        shared = (sample[1:] == sample[:-1]) & (offset[1:] < end[:-1])
+        if shared.any():
+            i = int(sample[int(shared.argmax())])
+            raise PlanError(f"module {name!r}: two items of sample {self.sample_id(i)} stand on the same token", self.step)
+
+    def routes(self, module: str = "encoder") -> Routes:
+        """Which rank encodes which item, and all that one exchange of the outputs needs, for every rank."""
+        from overlord.plan.routes import make_routes  # it imports this module
+
+        return make_routes(self, module)
+
+    def digest(self) -> str:
+        """Equal deliveries, equal digest, on every machine. A broadcast along an axis of one rank changes none."""
+        parts: list[str | np.ndarray] = [str(self.step), "\x1f".join(self.names)]
+        parts += [self.source, self.epoch, self.file, self.row, self.part, self.tokens]
+        for name, a in sorted(self.modules.items()):
+            parts += [name, a.axis, f"{a.n_buckets}x{a.n_microbatches}", a.sample, a.bucket, a.microbatch, a.slot]
+            for label in ("out", "offset"):
+                if (column := getattr(a, label)) is not None:
+                    parts += [label, column]
+            dims = [d for d in broadcast_dims(a.broadcast) if self.place is None or getattr(self.place, d.lower()) > 1]
+            parts += [f"broadcast {','.join(dims)}"] if dims else []
+        if self.place is not None and self.place.world_size > self.place.dp:
+            parts.append(f"place {self.place}")  # else the number of buckets says it all
+        return digest(*parts)
+
+    # who fetches
+
+    def fetchers(self, module: str = "backbone") -> list[int]:
+        """Ranks that take this module's microbatches from the loader; the others are served by the trainer's broadcasts."""
+        return self.tree.fetchers(self.module(module).broadcast)
+
+    def served_by(self, module: str = "backbone") -> np.ndarray:
+        """For every rank the one that fetches for it, itself where it fetches: int64 [world_size]."""
+        return self.tree.served_by(self.module(module).broadcast)
+
+    def fetches(self, rank: int, module: str = "backbone") -> list[int]:
+        """Buckets whose microbatches a rank fetches: its own and those of the ranks it serves; none if it is served."""
+        if problem := self.tree.rank_problem(rank):
+            raise PlanError(problem, self.step)
+        buckets = self.tree.bucket_of(self.module(module).axis)
+        return sorted(set(buckets[self.served_by(module) == rank].tolist()))
+
+    def delivery(self, batch: Batch, broadcast: bool = True) -> dict[str, Any]:
+        """How many clients fetch, whom they serve, and how many bytes of arrays this step is to each; without broadcasts, if asked."""
+        from overlord.plan.delivery import delivery
+
+        return delivery(self, batch, broadcast)
+
+    @property
+    def tree(self) -> ClientPlaceTree:
+        if self.place is None:
+            raise PlanError("the plan was made by hand and knows no place", self.step, "give LoadingPlan(place=...)")
+        return self.place
+
+    # how good it is
+
+    def imbalance(self, module: str = "backbone") -> dict[str, float]:
+        """Over the mean bucket's cost: ``bucket``, the dearest bucket, and ``microbatch``, the dearest of each slot summed;
+        ``bound`` and ``slot_bound`` are what no placement of these samples can pass."""
+        from overlord.plan.summary import bounds
+
+        loads = self.loads(module)
+        total = float(loads.sum())
+        if total <= 0:
+            return {"bucket": 1.0, "microbatch": 1.0, "bound": 1.0, "slot_bound": 1.0}
+        mean = total / len(loads)
+        found = {"bucket": float(loads.sum(axis=1).max()) / mean, "microbatch": float(loads.max(axis=0).sum()) / mean}
+        return found | dict(zip(("bound", "slot_bound"), bounds(self.module(module)), strict=True))
+
+    def summary(self) -> dict[str, Any]:
+        """What a person asks of a plan, as plain values: balance beside its bound, predicted time, peak, fill, mixture."""
+        from overlord.plan.summary import summary
+
+        return summary(self)
+
+    def to_json(self, samples: bool = True) -> str:
+        """The summary as JSON for people; with ``samples``, every sample and where it went."""
+        from overlord.plan.summary import to_json
+
+        return to_json(self, samples)
+
+    def loads(self, module: str = "backbone") -> np.ndarray:
+        """Cost by [bucket, microbatch]."""
+        a = self.module(module)
+        flat = a.bins()
+        return np.bincount(flat, weights=a.cost, minlength=a.n_buckets * a.n_microbatches).reshape(a.n_buckets, a.n_microbatches)
+
+    def fill(self) -> float:
+        """Share of the microbatches' capacity that holds tokens."""
+        a = self.main
+        room = a.capacity * a.n_buckets * a.n_microbatches
+        return float(a.size.sum()) / room if room else 1.0
+
+    def to_table(self) -> str:
+        """Cost, tokens and samples by bucket and microbatch, for people."""
+        a = self.main
+        flat = a.bins()
+        shape, n = (a.n_buckets, a.n_microbatches), a.n_buckets * a.n_microbatches
+        tokens = np.bincount(flat, weights=self.tokens[a.sample], minlength=n).reshape(shape).astype(int)
+        samples = np.bincount(flat, minlength=n).reshape(shape)
+        loads = self.loads()
+        mean = loads.sum() / a.n_buckets or 1.0
+        lines = [repr(self), f"{'bucket':>6}  {'cost/mean':>9}  {'tokens':>9}  {'samples':>7}  tokens (samples) by microbatch"]
+        for b in range(min(a.n_buckets, 64)):
+            cells = "  ".join(f"{tokens[b, m]} ({samples[b, m]})" for m in range(min(a.n_microbatches, 16)))
+            lines.append(f"{b:>6}  {loads[b].sum() / mean:>9.3f}  {tokens[b].sum():>9}  {samples[b].sum():>7}  {cells}")
+        if a.n_buckets > 64:
+            lines.append(f"... {a.n_buckets - 64} more buckets")
+        return "\n".join(lines)
+
+    def to_bytes(self) -> bytes:
+        """A small binary form without pickle: a JSON header, then raw little-endian columns."""
+        from overlord.plan import codec  # it needs the classes of this file
+
+        return codec.write(self)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> LoadingPlan:
+        """What ``to_bytes`` wrote. Bytes are never trusted: whatever is wrong with them is a ``PlanError``."""
+        from overlord.plan import codec
+
+        return codec.read(data)

@@ -1,0 +1,81 @@
+"""Views: the part of a bucket's microbatches that a rank receives, derived from mesh, axis and broadcasts. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from overlord.mesh import BUCKET_AXES, ClientPlaceTree
+
+SPLITS = ("zigzag", "zigzag_whole", "contiguous", "none")
+
+
+FIRST = ("tokens", "position_ids")  # keys of the first pipeline stage
+
+
+LAST = ("labels", "loss_mask", "source_ids")  # keys of the last one; all other keys go to every stage
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Which part of a bucket's microbatches. ``cp > 1``: slice ``cp_rank`` of so many; ``nothing``: no arrays at all."""
+
+    first: bool = True  # with the keys of the first pipeline stage
+    last: bool = True
+    cp: int = 1
+    cp_rank: int = 0
+    split: str = "zigzag"
+    nothing: bool = False  # another rank fetches, and the trainer broadcasts
+
+    @property
+    def sliced(self) -> bool:
+        return self.cp > 1 and self.split != "none" and not self.nothing
+
+    def has(self, key: str) -> bool:
+        return not self.nothing and (self.first or key not in FIRST) and (self.last or key not in LAST)
+
+
+ALL = View()
+
+
+NOTHING = View(first=False, last=False, nothing=True)
+
+
+def view_of(place: ClientPlaceTree, axis: str, broadcast: tuple[str, ...], rank: int, split: str) -> View:
+    """What the rank is handed. Along cp slices are cut, and stages get their own keys only, where cp and pp are no axes of buckets.
+
+    A rank that fetches for others of its bucket gets the union of what they need; those others get nothing. Without ``broadcast``
+    it is the rank's own view: what ``narrow`` makes of the union.
+    """
+    return views_of(place, axis, broadcast, split)[rank]
+
+
+@lru_cache(maxsize=64)
+def views_of(place: ClientPlaceTree, axis: str, broadcast: tuple[str, ...], split: str) -> tuple[View, ...]:
+    """The same of every rank; equal views are one object."""
+    seats = place.seats(axis, broadcast)
+    stage, slice_ = place.along("pp"), place.along("cp")
+    staged, cut = place.pp > 1 and "pp" not in BUCKET_AXES[axis], place.cp > 1 and "cp" not in BUCKET_AXES[axis] and split != "none"
+    first, last = np.zeros(len(seats), bool), np.zeros(len(seats), bool)
+    np.logical_or.at(first, seats, not staged or stage == 0)
+    np.logical_or.at(last, seats, not staged or stage == place.pp - 1)
+    lowest, highest = np.full(len(seats), place.cp), np.full(len(seats), -1)
+    np.minimum.at(lowest, seats, slice_)
+    np.maximum.at(highest, seats, slice_)
+    made: dict[View, View] = {}
+    views = []
+    for rank, seat in enumerate(seats.tolist()):
+        view = NOTHING
+        if seat == rank:
+            stages = bool(first[rank]), bool(last[rank])
+            view = View(*stages, place.cp, int(slice_[rank]), split) if cut and lowest[rank] == highest[rank] else View(*stages)
+        views.append(made.setdefault(view, view))
+    return tuple(views)
+
+
+@lru_cache(maxsize=32)
+def served_ranks(place: ClientPlaceTree, axis: str, broadcast: tuple[str, ...]) -> frozenset[int]:
+    """Ranks that are handed nothing: another one fetches for them."""
+    return frozenset(np.flatnonzero(place.seats(axis, broadcast) != np.arange(place.world_size)).tolist())

@@ -1,0 +1,193 @@
+"""Routes: how the output of an encoder comes to the ranks that run the backbone, for one differentiable all-to-all.
+
+    route = plan.routes("encoder").for_rank(rank, slot)
+    rows = torch.cat([o[:n] for o, n in zip(outputs_of(route.items), route.send_lens)])            # encoder's side
+    got = all_to_all_single(rows, route.recv_splits, route.send_splits)                            # every rank calls it
+    embeddings[route.image_token_index] = got[route.recv_rows]                                     # backbone's side
+
+``slot`` is a microbatch of the encoder: the backbone's own when items kept their slots (``follow(per="microbatch")``), 0
+when the encoder is balanced once per step. Then rows of all the step's microbatches come in one exchange:
+``route.microbatch(m)`` cuts out what belongs to one.
+
+An *owner* is the rank that gets an item's rows: the first of the bucket that its sample went to (pipeline stage 0, and
+coordinate 0 along CP and TP where those are no bucket's axes). It holds the whole microbatch, puts the rows in and then
+slices or broadcasts embeddings as it does tokens. All other ranks receive nothing and take part with zeros: a rank
+without items has empty arrays and must still call the collective, forward and backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from overlord.array_order import by_key, in_documents, number_inside
+from overlord.errors import PlanError
+from overlord.plan.plan import Assignment, LoadingPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Route:
+    """What one rank sends and receives in one exchange. Rows are tokens of the encoder's output."""
+
+    rank: int
+    slot: int
+    items: np.ndarray  # int64 [n]: items of the module that this rank encodes, in the order in which their rows are sent
+    send_lens: np.ndarray  # int32 [n]: rows sent of each, the first ones; fewer than it has where its document was cut
+    send_splits: np.ndarray  # int32 [world]: rows to every rank
+    recv_splits: np.ndarray  # int32 [world]: rows from every rank
+    recv_items: np.ndarray  # int64 [k]: items whose rows come, in the order of their placeholders
+    recv_perm: np.ndarray  # int64 [k]: of each, its number in the order of arrival (by sender, then placeholders)
+    out_lens: np.ndarray  # int32 [k]: rows of each
+    recv_rows: np.ndarray  # int64 [rows]: received[recv_rows] is in the order of the placeholders
+    image_token_index: np.ndarray  # int64 [rows]: where each goes in the un-sliced packed microbatch
+    microbatches: np.ndarray  # int32 [k]: the backbone's microbatch of each item
+    docs: np.ndarray  # int32 [k]: its document in the microbatch, for the padded layout
+    offsets: np.ndarray  # int64 [k]: its first placeholder in the document
+
+    def microbatch(self, m: int) -> tuple[np.ndarray, np.ndarray]:
+        """(recv_rows, image_token_index) of one microbatch of the backbone."""
+        mine = np.repeat(self.microbatches == m, self.out_lens)
+        return self.recv_rows[mine], self.image_token_index[mine]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Routes:
+    """The routes of a whole step as columns by item, and three orders of the items; ``for_rank`` cuts out one rank's part."""
+
+    module: str
+    world_size: int
+    n_slots: int  # exchanges in a step
+    per: str  # "microbatch": slot m brings the rows of microbatch m; else "iteration"
+    encoder: np.ndarray  # int64: rank that encodes each item
+    owner: np.ndarray  # int64: rank that gets its rows
+    slot: np.ndarray  # int32: the exchange they come in
+    number: np.ndarray  # int64: which item of its sample it is
+    out: np.ndarray  # int64: rows
+    microbatch: np.ndarray  # int32: of the backbone
+    doc: np.ndarray  # int32: its document there
+    offset: np.ndarray  # int64: first placeholder, from the start of its document
+    position: np.ndarray  # int64: the same from the start of the packed microbatch
+    sent: np.ndarray  # items by slot, encoder, owner, placeholder
+    received: np.ndarray  # items by slot, owner, encoder, placeholder
+    wanted: np.ndarray  # items by slot, owner, placeholder
+    sent_bounds: np.ndarray  # int64 [slots * world + 1]: where each encoder's part of ``sent`` begins
+    owned_bounds: np.ndarray  # the same of each owner, in ``received`` and ``wanted``
+
+    def __len__(self) -> int:
+        return len(self.out)
+
+    def __repr__(self) -> str:
+        moved = int(self.out[self.encoder != self.owner].sum())
+        return (
+            f"Routes({self.module}, {len(self)} items, {int(self.out.sum())} rows, {moved} of them between ranks; {self.world_size} ranks, "
+            f"{self.n_slots} exchange{'s' if self.n_slots > 1 else ''} a step)"
+        )
+
+    def for_rank(self, rank: int, slot: int = 0) -> Route:
+        for what, value, n in (("rank", rank, self.world_size), ("slot", slot, self.n_slots)):
+            if not isinstance(value, (int, np.integer)) or not 0 <= value < n:
+                raise PlanError(f"routes of {self.module!r}: {what} {value!r} is outside 0..{n - 1}")
+        at = slot * self.world_size + rank
+        items = self.sent[self.sent_bounds[at] : self.sent_bounds[at + 1]]
+        arriving = self.received[self.owned_bounds[at] : self.owned_bounds[at + 1]]
+        wanted = self.wanted[self.owned_bounds[at] : self.owned_bounds[at + 1]]
+        by_item = np.argsort(arriving, kind="stable")
+        perm = by_item[np.searchsorted(arriving[by_item], wanted)]
+        lens = self.out[wanted]
+        arrives = np.cumsum(self.out[arriving]) - self.out[arriving]
+        return Route(
+            rank=rank, slot=slot, items=items, send_lens=self.out[items].astype(np.int32), send_splits=self._rows(self.owner[items], items),
+            recv_splits=self._rows(self.encoder[arriving], arriving), recv_items=wanted, recv_perm=perm, out_lens=lens.astype(np.int32),
+            recv_rows=ranges(arrives[perm], lens), image_token_index=ranges(self.position[wanted], lens),
+            microbatches=self.microbatch[wanted], docs=self.doc[wanted], offsets=self.offset[wanted],
+        )  # fmt: skip
+
+    def _rows(self, ranks: np.ndarray, items: np.ndarray) -> np.ndarray:
+        return np.bincount(ranks, weights=self.out[items], minlength=self.world_size).astype(np.int32)
+
+    def validate(self) -> Routes:
+        """Every item is sent once, received once and wanted once, and both ends of every pair of ranks agree on the order."""
+        n, w = len(self), self.world_size
+        for name in ("sent", "received", "wanted"):
+            if not np.array_equal(np.bincount(getattr(self, name), minlength=n), np.ones(n, np.int64)):
+                raise PlanError(f"routes of {self.module!r}: not every item is {name} exactly once")
+        for name, ranks, bounds in (
+            ("sent", self.encoder, self.sent_bounds), ("received", self.owner, self.owned_bounds),
+            ("wanted", self.owner, self.owned_bounds),
+        ):  # fmt: skip
+            order = getattr(self, name)
+            group = self.slot[order].astype(np.int64) * w + ranks[order]
+            if not np.array_equal(group, np.repeat(np.arange(self.n_slots * w), np.diff(bounds))):
+                raise PlanError(f"routes of {self.module!r}: an item is {name} by another rank than its own")
+        # The rows that a rank sends to another must be the ones that the other takes from it, one by one.
+        as_sent = self.received[by_key(self.encoder[self.received], w)]
+        as_sent = as_sent[by_key(self.slot[as_sent], self.n_slots)]
+        if not np.array_equal(as_sent, self.sent):
+            raise PlanError(f"routes of {self.module!r}: a sender and its receiver disagree about the order of rows")
+        return self
+
+
+def make_routes(plan: LoadingPlan, module: str) -> Routes:
+    """The routes of a module's items to the ranks that hold their samples; validated."""
+    a, b, place = plan.module(module), plan.main, plan.place
+    if a.out is None or a.offset is None:
+        raise PlanError(f"module {module!r} has samples, no items to route", plan.step, "select a ragged column: .select('image_patches')")
+    if place is None:
+        raise PlanError("the plan was made by hand and knows no place", plan.step, "give LoadingPlan(place=...)")
+    w, node = place.world_size, np.empty(len(plan), np.int64)
+    node[b.sample] = np.arange(len(b.sample))
+    at = node[a.sample]
+    encoder, owners = _first_rank(place.bucket_of(a.axis))[a.bucket], _first_rank(place.bucket_of(b.axis))
+    owner, microbatch = owners[b.bucket[at]], b.microbatch[at]
+    placed = _placed(a, b, owners)
+    by_encoder = placed[by_key(encoder[placed], w)]
+    received = by_encoder[by_key(owner[by_encoder], w)]
+    sent, received, wanted = (order[by_key(a.microbatch[order], a.n_microbatches)] for order in (by_encoder, received, placed))
+    kept = a.n_microbatches == b.n_microbatches and bool((a.microbatch == microbatch).all())
+    return Routes(
+        module=module, world_size=w, n_slots=a.n_microbatches, per="microbatch" if kept else "iteration", encoder=encoder, owner=owner,
+        slot=a.microbatch, number=number_inside(a.sample, len(plan)), out=a.out, microbatch=microbatch, doc=b.slot[at],
+        offset=a.offset, position=starts(b)[at] + a.offset, sent=sent, received=received, wanted=wanted,
+        sent_bounds=_bounds(a.microbatch, encoder, a.n_microbatches, w), owned_bounds=_bounds(a.microbatch, owner, a.n_microbatches, w),
+    ).validate()  # fmt: skip
+
+
+def _first_rank(bucket_of: np.ndarray) -> np.ndarray:
+    """The first rank of every bucket: coordinate 0 along all other axes."""
+    return np.unique(bucket_of, return_index=True)[1]
+
+
+def _placed(a: Assignment, b: Assignment, owners: np.ndarray) -> np.ndarray:
+    """Items by owner, microbatch, document and placeholder."""
+    assert a.offset is not None
+    walk = b.order()
+    if (owners[1:] < owners[:-1]).any():
+        walk = walk[np.argsort(owners[b.bucket[walk]], kind="stable")]
+    samples = b.sample[walk]
+    order = in_documents(a.sample, a.offset)
+    counts = np.bincount(a.sample, minlength=len(samples))
+    return order[ranges((np.cumsum(counts) - counts)[samples], counts[samples])]
+
+
+def starts(b: Assignment, size: np.ndarray | None = None) -> np.ndarray:
+    """Where each document begins in its packed microbatch, where documents take ``size`` (default: what was planned)."""
+    order, bins = b.order(), b.bins()
+    size = (b.size if size is None else size)[order]
+    before = np.cumsum(size) - size
+    counts = np.bincount(bins, minlength=b.n_buckets * b.n_microbatches)
+    first = np.minimum(np.cumsum(counts) - counts, max(0, len(size) - 1))
+    start = np.empty(len(size), np.int64)
+    start[order] = before - np.repeat(before[first], counts) if len(size) else before
+    return start
+
+
+def _bounds(slot: np.ndarray, ranks: np.ndarray, n_slots: int, w: int) -> np.ndarray:
+    counts = np.bincount(slot.astype(np.int64) * w + ranks, minlength=n_slots * w)
+    return np.concatenate([[0], np.cumsum(counts)])
+
+
+def ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """start[i], start[i] + 1, ... for every i, joined."""
+    before = np.cumsum(length) - length
+    return np.repeat(start - before, length) + np.arange(int(length.sum()))

@@ -1,0 +1,124 @@
+"""What a plan promises, in numbers for people: balance beside what is possible, predicted time, peak memory, mixture."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from overlord.mesh import BUCKET_AXES
+from overlord.plan.plan import ITEM_COLUMNS, Assignment, LoadingPlan
+
+
+def bounds(a: Assignment) -> tuple[float, float]:
+    """What no placement can pass, over the mean bucket: for the dearest bucket, and for the slots' dearest ones summed.
+
+    Of the k*D + 1 dearest items, some bucket of D holds k + 1, at least the cheapest of them (k = 0: the dearest item alone).
+    Items larger than half a microbatch stand alone in theirs, D to a slot: the j-th slot cannot be cheaper than item j*D.
+    """
+    total, d = float(a.cost.sum()), a.n_buckets
+    if total <= 0:
+        return 1.0, 1.0
+    costs = np.sort(a.cost)[::-1]
+    sums = np.concatenate([[0.0], np.cumsum(costs)])
+    k = np.arange((len(costs) - 1) // d + 1)
+    bucket = max(total / d, float((sums[k * d + 1] - sums[k * d - k]).max()), float(costs[0]))
+    slots = bucket
+    for load, capacity in ((a.size, a.capacity), (a.memory, a.memory_capacity)):
+        if load is not None and capacity:
+            alone = np.sort(a.cost[2 * load > capacity])[::-1]
+            slots = max(slots, float(alone[::d].sum()))
+    return bucket * d / total, slots * d / total
+
+
+def summary(plan: LoadingPlan) -> dict[str, Any]:
+    """See ``LoadingPlan.summary``. Plain values throughout."""
+    return {
+        "step": plan.step,
+        "digest": plan.digest(),
+        "place": None if plan.place is None else f"{plan.place}",
+        "samples": len(plan),
+        "tokens": int(plan.tokens.sum()),
+        "fill": plan.fill(),
+        "modules": {name: _module(plan, name) for name in plan.modules},
+        "sources": _sources(plan),
+    }
+
+
+def _module(plan: LoadingPlan, name: str) -> dict[str, Any]:
+    a, loads = plan.modules[name], plan.loads(name)
+    mean = float(loads.sum()) / a.n_buckets or 1.0
+    slot_mean = np.maximum(loads.mean(axis=0), np.finfo(np.float64).tiny)
+    unit = plan.extra.get("unit")
+    found: dict[str, Any] = {
+        "axis": a.axis,
+        "buckets": a.n_buckets,
+        "microbatches": a.n_microbatches,
+        "items": len(a.sample),
+        "imbalance": plan.imbalance(name),
+        "by_bucket": (loads.sum(axis=1) / mean).tolist(),  # each bucket's cost over the mean one
+        "by_slot": np.where(loads.max(axis=0) > 0, loads.max(axis=0) / slot_mean, 1.0).tolist(),  # a slot's dearest over its mean
+        "predicted": {
+            "unit": str(unit[name]) if isinstance(unit, dict) and name in unit else "cost",
+            "iteration": float(loads.sum(axis=1).max()),  # ranks meet once per step
+            "microbatch": float(loads.max(axis=0).sum()),  # ranks meet after every microbatch
+        },
+        "peak": _peak(plan, a),
+    }  # fmt: skip
+    if plan.place is not None:
+        found["broadcast"], found["fetchers"] = list(a.broadcast), plan.fetchers(name)
+    return found
+
+
+def _peak(plan: LoadingPlan, a: Assignment) -> dict[str, Any]:
+    """The fullest microbatch of every bucket, and the one that would run out of memory first."""
+    shape, bins = (a.n_buckets, a.n_microbatches), a.bins()
+    tokens = np.bincount(bins, weights=a.size, minlength=a.n_buckets * a.n_microbatches).astype(np.int64).reshape(shape)
+    # Buckets of an axis with cp in it get their microbatches unsliced.
+    cut = plan.place.cp if plan.place is not None and "cp" not in BUCKET_AXES[a.axis] else 1
+    found: dict[str, Any] = {"tokens_by_bucket": tokens.max(axis=1).tolist(), "tokens_per_rank": int(-(-tokens.max() // cut))}
+    by, load, capacity = ("tokens", a.size, float(a.capacity)) if a.memory is None else ("memory", a.memory, a.memory_capacity)
+    if len(bins):
+        held = np.bincount(bins, weights=load, minlength=tokens.size)
+        worst = int(held.argmax())
+        inside = np.flatnonzero(bins == worst)
+        item = int(inside[load[inside].argmax()])
+        found["first_out_of_memory"] = {
+            "by": by, "bucket": worst // a.n_microbatches, "microbatch": worst % a.n_microbatches, "holds": float(held[worst]),
+            "capacity": capacity or None, "largest_sample": str(plan.sample_id(int(a.sample[item]))), "of_it": float(load[item]),
+        }  # fmt: skip
+    return found
+
+
+def _sources(plan: LoadingPlan) -> dict[str, dict[str, Any]]:
+    """Wanted share of every source beside what the step holds."""
+    n = len(plan.names)
+    samples = np.bincount(plan.source, minlength=n)
+    tokens = np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(np.int64)
+    weights = dict(plan.extra.get("weights") or {})
+    total = sum(weights.values())
+    return {
+        name: {
+            "wanted": weights.get(name, 0.0) / total if total else None,
+            "samples": int(samples[i]), "samples_share": int(samples[i]) / max(1, len(plan)),
+            "tokens": int(tokens[i]), "tokens_share": int(tokens[i]) / max(1, int(tokens.sum())),
+        }
+        for i, name in enumerate(plan.names)
+    }  # fmt: skip
+
+
+def to_json(plan: LoadingPlan, samples: bool = True) -> str:
+    """See ``LoadingPlan.to_json``."""
+    found = summary(plan)
+    if samples:
+        found["placed"] = {name: _placed(plan, a) for name, a in plan.modules.items()}
+    return json.dumps(found, indent=2)
+
+
+def _placed(plan: LoadingPlan, a: Assignment) -> list[dict[str, Any]]:
+    """Every item and where it went, in the order of the slots."""
+    order = a.order()
+    columns = {name: getattr(a, name)[order].tolist() for name in ITEM_COLUMNS}
+    ids = [str(plan.sample_id(i)) for i in columns.pop("sample")]
+    return [{"sample": ids[k]} | {name: column[k] for name, column in columns.items()} for k in range(len(ids))]

@@ -1,0 +1,140 @@
+"""Balancing: which bucket and microbatch each item goes to, so that no rank waits for another.
+
+A *method* (``methods.py``) is one function from costs to bins; a *way* (``ways.py``) applies it to buckets and microbatches.
+``place`` chooses the way. Cost (what a bin takes to compute) and size (tokens it must hold) are separate arrays.
+
+Objectives: ``iteration`` for ranks that meet once per step (level buckets first, then the microbatches inside each),
+``microbatch`` for ranks that meet after every microbatch (level all bins of an index). Levels: ``both``; ``inter`` (buckets only,
+stream order inside; with ``microbatch`` the stream is cut into runs, each balanced by itself), ``intra`` (buckets in turn, balanced
+inside), ``interleaved`` (indices of equal cost, then each over the buckets, poorest first: bucket totals almost as level as with
+``iteration``, indices almost as level as with ``microbatch``). No microbatch stays empty beside one that can give a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from overlord.errors import PlanError
+from overlord.plan.plan import ROUNDING
+from overlord.planning.balance import placement
+from overlord.planning.balance.methods import (
+    METHODS,
+    BalanceFn,
+    greedy,
+    karmarkar_karp,
+    loads_of,
+    method_named,
+    none,
+    register_balance,
+    zigzag,
+)
+from overlord.planning.balance.placement import Placement, Problem
+
+__all__ = [
+    "LEVELS", "METHODS", "OBJECTIVES", "BalanceFn", "Placement", "Problem", "greedy", "karmarkar_karp", "method_named", "none", "place",
+    "register_balance", "zigzag",
+]  # fmt: skip
+
+LEVELS = ("both", "inter", "intra", "interleaved")
+OBJECTIVES = ("iteration", "microbatch")
+ONCE = ("intra", "interleaved")  # levels that have no objective of their own: "iteration"
+WORTH = 0.005  # of the step: what one microbatch more must win at least
+ONE_MORE = 0.03  # of a microbatch: what one more costs by itself (1.2 ms of 43, measured at 4k on one H200)
+FINE = 24  # bits of the unit that tokens and memory are both counted in
+
+
+def place(problem: Problem, *, level: str = "both", objective: str = "iteration", keep_order: bool = False) -> Placement:
+    """Buckets and microbatches for all items; capacity and memory are kept whatever the method does."""
+    _check(problem, level, objective, keep_order)
+    if problem.memory is None:
+        return _place(problem, level, objective, keep_order)
+    # Memory that does not bind changes no plan; only where it does are both counted as one size.
+    found = _place(replace(problem, memory=None), level, objective, keep_order)
+    if not within_memory(problem, found):
+        found = _place(joined(problem), level, objective, keep_order)
+        assert within_memory(problem, found), "one size stands for both"
+    return found
+
+
+def _place(p: Problem, level: str, objective: str, keep_order: bool) -> Placement:
+    if keep_order:
+        return placement.first(p, (placement.in_runs,)) if p.substep is None else placement.by_substep(p)
+    if p.method == "none" or (level == "inter" and objective == "iteration"):
+        return placement.arrival_inside(p, placement.buckets(p, 0))
+    if level == "inter":
+        return placement.first(p, (placement.whole, placement.in_runs))
+    if level == "intra":
+        return placement.first(p, (placement.inside_round_robin,))
+    if p.method != "greedy" and (own := _by_method(p, level, objective)) is not None:
+        return own
+    if level == "interleaved":
+        return placement.first(p, (placement.alternating, placement.two_level, placement.tight))
+    if objective == "microbatch":
+        found = placement.first(p, (placement.better_flat,))
+        return found if found.way in ("flat", "levelled") else _or_one_more(p, found, placement.better_flat, placement.waited)
+    return _or_one_more(p, placement.first(p, (placement.two_level, placement.tight)), placement.two_level, placement.heaviest)
+
+
+def _by_method(p: Problem, level: str, objective: str) -> Placement | None:
+    """A method that was asked for is kept to, with one microbatch more if need be, before greedy takes over."""
+    way = placement.own_bins_swapped if level == "interleaved" else placement.own_bins if objective == "microbatch" else placement.two_level
+    least = p.least_microbatches()
+    return next((found for m in range(least, least + 1 + p.may_add(least)) if (found := way(p, m)) is not None), None)
+
+
+def _or_one_more(p: Problem, found: Placement, way: placement.Way, time: Callable[[Problem, Placement], float]) -> Placement:
+    """A step so full that ranks come out uneven gets one microbatch more than it needs, where that is worth it and M grows anyway."""
+    bound = p.bound()
+    worth = bound * max(WORTH, ONE_MORE / found.n_microbatches)
+    if not p.may_add(found.n_microbatches) or time(p, found) <= bound + worth:
+        return found
+    more = way(p, found.n_microbatches + 1)
+    return found if more is None or time(p, more) + worth > time(p, found) else more
+
+
+def within_memory(p: Problem, found: Placement) -> bool:
+    assert p.memory is not None
+    bins = found.bucket.astype(np.int64) * found.n_microbatches + found.microbatch
+    return not len(bins) or float(loads_of(bins, p.memory, p.n_buckets * found.n_microbatches).max()) <= p.memory_capacity * ROUNDING
+
+
+def joined(p: Problem) -> Problem:
+    """Tokens and memory as one size: of each item the larger of its two shares, in units of a microbatch.
+
+    Shares add up, so neither bound can be broken. What it gives away: items that need much of one and little of the other
+    could share a bin and are counted as if each needed both, so at worst twice the microbatches.
+    """
+    assert p.memory is not None
+    unit = 2 ** max(0, FINE - max(1, p.capacity).bit_length())
+    whole = max(1, p.capacity) * unit
+    share = np.ceil(p.memory * (whole / p.memory_capacity))
+    share += share * (p.memory_capacity / whole) < p.memory  # one more where rounding lost some
+    sizes = np.maximum(share.astype(np.int64), p.sizes * unit if p.capacity else 0)
+    return replace(p, sizes=np.minimum(sizes, whole), capacity=whole, memory=None)
+
+
+def _check(p: Problem, level: str, objective: str, keep_order: bool) -> None:
+    for what, found, known in (("level", level, LEVELS), ("objective", objective, OBJECTIVES)):
+        if found not in known:
+            raise PlanError(f"unknown balance {what} {found!r}; known: {', '.join(known)}")
+    method_named(p.method)
+    if level != "both" and keep_order:
+        raise PlanError(f"level {level!r} goes without keep_order", remedy='use level "both"')
+    if level in ONCE and objective == "microbatch":
+        raise PlanError(f'level {level!r} goes with objective "iteration"', remedy='use level "both" or "inter"')
+    if p.group_size is not None and (not isinstance(p.group_size, int) or p.group_size < 1 or p.n_buckets % p.group_size):
+        raise PlanError(f"group_size: wanted a divisor of the {p.n_buckets} buckets, found {p.group_size!r}")
+    for what, column in (("cost", p.costs), ("memory", p.memory)):
+        if column is not None and len(column) and not (np.isfinite(column).all() and column.min() >= 0):
+            raise PlanError(f"a {what} is negative, infinite or no number", remedy=f"mend the {what} function")
+    if p.capacity and len(p.sizes) and int(p.sizes.max()) > p.capacity:
+        i = int(p.sizes.argmax())
+        raise PlanError(f"item {i} has {int(p.sizes[i])} tokens with its padding, more than the {p.capacity} of a microbatch")
+    if (p.memory is None) != (p.memory_capacity <= 0):
+        raise PlanError("memory and memory_capacity go together", remedy="give cost(memory=) and balance(memory_capacity=), or neither")
+    if p.memory is not None and len(p.memory) and float(p.memory.max()) > p.memory_capacity:
+        i = int(p.memory.argmax())
+        raise PlanError(f"item {i} takes {float(p.memory[i]):g} of memory, more than the {p.memory_capacity:g} of a microbatch")

@@ -1,0 +1,395 @@
+"""Ways to place: from a problem and a number of microbatches to a placement, or None where the capacity is not kept.
+
+They differ in what they level: bucket totals first (two-level), all bins at once (flat), one microbatch index after the other
+(levelled, alternating), or nothing but tightness (best fit). ``balance.place`` chooses among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from overlord.array_order import by_key
+from overlord.planning.balance import binpack
+from overlord.planning.balance.binpack import NOWHERE
+from overlord.planning.balance.local_search import even_out
+from overlord.planning.balance.methods import bins_by, fits, loads_of, none
+from overlord.planning.balance.spread import cut_inside, even_marks, none_empty, spread
+
+LEVEL = 1.0005  # over the bound: good enough to stop searching
+NEAR = 4  # microbatches above the least number that are tried one by one
+MUCH = 1 << 25  # items times indices; above this indices are not filled one by one, which takes more than seconds
+MANY = 1 << 16  # items; above this the last percent of the room is not searched for: one microbatch more costs less
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Placement:
+    """Bucket and microbatch of every item, and by which way they were found."""
+
+    bucket: np.ndarray  # int32
+    microbatch: np.ndarray  # int32
+    n_microbatches: int
+    way: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Problem:
+    """Items to place into ``n_buckets`` x M bins of ``capacity``; M is at least ``microbatches`` and grows until all fits."""
+
+    costs: np.ndarray  # float64, none negative
+    sizes: np.ndarray  # int64
+    n_buckets: int
+    microbatches: int = 1
+    capacity: int = 0  # 0: none, then M never grows
+    group_size: int | None = None
+    method: str = "greedy"
+    memory: np.ndarray | None = None  # float64: a second size of every item, against memory_capacity
+    memory_capacity: float = 0.0
+    substep: np.ndarray | None = None  # sub-draw of every item, rising: what keep_order keeps together
+    spare: bool = True  # where M grows anyway, one microbatch more than needed may be taken if that levels the ranks
+
+    def least_microbatches(self) -> int:
+        """No placement needs fewer: all tokens must fit, and items above half the capacity share no bin."""
+        if not self.capacity or not len(self.sizes):
+            return self.microbatches
+        by_tokens = -(-int(self.sizes.sum()) // (self.n_buckets * self.capacity))
+        by_large = -(-int((2 * self.sizes > self.capacity).sum()) // self.n_buckets)
+        return max(self.microbatches, by_tokens, by_large)
+
+    def may_add(self, m: int) -> bool:
+        """Whether m microbatches may become m + 1 without need: never beyond the number that was asked for, if that holds the draw."""
+        return self.spare and self.capacity > 0 and m > self.microbatches
+
+    def bound(self) -> float:
+        """No heaviest bucket is lighter: the mean, or the dearest item."""
+        return max(binpack.total(self.costs) / self.n_buckets, float(self.costs.max(initial=0.0)))
+
+
+Way = Callable[[Problem, int], Placement | None]
+
+
+def first(p: Problem, ways: Iterable[Way]) -> Placement:
+    """The first way that keeps the capacity, with as few microbatches as any of them needs.
+
+    Far above the least number, as with many items of just over a third of the capacity, M is searched for by doubling and halving.
+    """
+    ways, failed, ahead = tuple(ways), p.least_microbatches() - 1, 1
+    while (found := _at(p, ways, failed + ahead)) is None:
+        failed, ahead = failed + ahead, 1 if failed < p.least_microbatches() + NEAR else 2 * ahead
+    while found.n_microbatches - failed > 1:
+        m = (found.n_microbatches + failed) // 2
+        fewer = _at(p, ways, m)
+        failed, found = (m, found) if fewer is None else (failed, fewer)
+    return found
+
+
+def _at(p: Problem, ways: Iterable[Way], m: int) -> Placement | None:
+    return next((found for way in ways if (found := way(p, m)) is not None), None)
+
+
+def heaviest(p: Problem, found: Placement) -> float:
+    """Time of a step whose ranks meet once: the slowest rank."""
+    return float(loads_of(found.bucket, p.costs, p.n_buckets).max())
+
+
+def waited(p: Problem, found: Placement) -> float:
+    """Time of a step whose ranks meet after every microbatch: the slowest of each index, summed."""
+    flat = found.microbatch.astype(np.int64) * p.n_buckets + found.bucket
+    loads = loads_of(flat, p.costs, p.n_buckets * found.n_microbatches).reshape(-1, p.n_buckets)
+    return float(np.cumsum(loads.max(axis=1))[-1])
+
+
+def two_level(p: Problem, m: int) -> Placement | None:
+    """Buckets by cost, then the microbatches of each bucket: the bucket totals come out within a fraction of a percent."""
+    return _then_inside(p, buckets(p, m), m, "two-level")
+
+
+def whole(p: Problem, m: int) -> Placement | None:
+    """One microbatch: ranks meet once a step, whatever the objective, and nothing is left to cut."""
+    return two_level(p, m) if m == 1 else None
+
+
+def _then_inside(p: Problem, bucket: np.ndarray, m: int, way: str) -> Placement | None:
+    if not fits(bucket, p.sizes, p.n_buckets, m * p.capacity) or (microbatch := _inside(p, bucket, m)) is None:
+        return None
+    microbatch = spread(bucket, microbatch, p.costs, p.n_buckets, m)
+    return Placement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way=way)
+
+
+def buckets(p: Problem, m: int) -> np.ndarray:
+    """Bucket of every item. With groups: first over groups, then inside each, which loses nothing against one pass."""
+    room = m * p.capacity
+    if p.group_size is None or p.group_size == p.n_buckets:
+        bucket = bins_by(p.method, p.costs, p.n_buckets, room, p.sizes)
+    else:
+        n_groups, size = p.n_buckets // p.group_size, p.group_size
+        group = bins_by(p.method, p.costs, n_groups, size * room, p.sizes)
+        if not fits(group, p.sizes, n_groups, size * room):
+            return np.full(len(group), NOWHERE, np.int32)
+        inside = nested(p, group, n_groups, size, room)
+        bucket = np.where(inside == NOWHERE, NOWHERE, group * np.int32(size) + inside).astype(np.int32)
+    if p.method != "greedy" or not fits(bucket, p.sizes, p.n_buckets, room):
+        return bucket
+    return even_out(bucket, p.costs, p.n_buckets, LEVEL * p.bound(), sizes=p.sizes, capacity=room)
+
+
+def _inside(p: Problem, bucket: np.ndarray, m: int) -> np.ndarray | None:
+    """Microbatches inside every bucket; a bucket that LPT cannot pack is packed tightly instead."""
+    bins = nested(p, bucket, p.n_buckets, m, p.capacity)
+    if not p.capacity:
+        return bins
+    flat = bucket.astype(np.int64) * m + bins
+    over = np.zeros(p.n_buckets, bool)
+    over[bucket[bins == NOWHERE]] = True
+    over |= (loads_of(flat[bins >= 0], p.sizes[bins >= 0], p.n_buckets * m) > p.capacity).reshape(-1, m).any(axis=1)
+    if not over.any():
+        return bins
+    redo, n_over = np.flatnonzero(over[bucket]), int(over.sum())
+    number = (np.cumsum(over) - 1)[bucket[redo]]  # overfull buckets, counted
+    if m <= n_over:
+        bins[redo] = binpack.pack_inside(number, p.costs[redo], p.sizes[redo], n_parents=n_over, n_bins=m, capacity=p.capacity, tight=True)
+    else:
+        for rows in _rows_by(number, n_over):
+            bins[redo[rows]] = binpack.best_fit(p.sizes[redo[rows]], m, p.capacity, lowest=True)
+    return None if (bins[redo] == NOWHERE).any() else bins
+
+
+def nested(p: Problem, parent: np.ndarray, n_parents: int, n_bins: int, capacity: int = 0) -> np.ndarray:
+    """Bins inside every parent, by the method. Greedy does all parents in one sweep when they are many and their bins few."""
+    if n_bins == 1:
+        return np.zeros(len(parent), np.int32)
+    if p.method == "greedy" and n_parents >= binpack.FEW_BINS and n_bins <= n_parents:
+        return binpack.pack_inside(parent, p.costs, p.sizes, n_parents=n_parents, n_bins=n_bins, capacity=capacity)
+    bins = np.empty(len(parent), np.int32)
+    for rows in _rows_by(parent, n_parents):
+        bins[rows] = bins_by(p.method, p.costs[rows], n_bins, capacity, p.sizes[rows])
+    return bins
+
+
+def _rows_by(part: np.ndarray, n_parts: int) -> list[np.ndarray]:
+    """The items of every part, in stream order."""
+    return np.split(by_key(part, n_parts), np.cumsum(np.bincount(part, minlength=n_parts))[:-1])
+
+
+def inside_round_robin(p: Problem, m: int) -> Placement | None:
+    """Buckets in turn; only the microbatches of each are balanced."""
+    return _then_inside(p, none(p.costs, p.n_buckets, 0, p.sizes), m, "round robin, balanced inside")
+
+
+def arrival_inside(p: Problem, bucket: np.ndarray) -> Placement:
+    """Keep stream order inside every bucket, cut evenly: by count where nothing is balanced, else by size."""
+    needed = int(binpack.next_fit_inside(bucket, p.sizes, p.n_buckets, p.capacity).max(initial=0)) + 1 if p.capacity else 1
+    m = max(p.microbatches, needed)
+    microbatch = cut_inside(bucket, p.sizes, n_parents=p.n_buckets, n_bins=m, capacity=p.capacity, by_count=p.method == "none")
+    return Placement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way="arrival order inside")
+
+
+def runs(p: Problem, m: int) -> np.ndarray:
+    """Cut the stream into m consecutive runs of about equal size, each with a sample for every bucket if there are as many."""
+    marks = even_marks(p.sizes, np.array([len(p.sizes)]), m, by_count=False, least=p.n_buckets)
+    return np.repeat(np.arange(m, dtype=np.int32), np.diff(marks[0]))
+
+
+def in_runs(p: Problem, m: int) -> Placement | None:
+    """Microbatch k of all buckets together is the k-th run of the stream; only buckets are chosen."""
+    return _dealt(p, runs(p, m), m, "runs of the stream")
+
+
+def by_substep(p: Problem) -> Placement:
+    """Microbatch k of all buckets together is sub-draw k; one that does not fit takes as many microbatches as it needs."""
+    assert p.substep is not None
+    n = max(p.microbatches, int(p.substep.max(initial=0)) + 1)
+    slot, done = np.zeros(len(p.costs), np.int32), 0
+    for rows in _rows_by(p.substep, n):
+        part = Problem(costs=p.costs[rows], sizes=p.sizes[rows], n_buckets=p.n_buckets, capacity=p.capacity, method=p.method)
+        found = first(part, (in_runs,))
+        slot[rows], done = done + found.microbatch, done + found.n_microbatches
+    placed = _dealt(p, slot, done, "sub-draws")
+    assert placed is not None, "every part was packed by the same methods just now"
+    return placed
+
+
+def _dealt(p: Problem, slot: np.ndarray, m: int, way: str) -> Placement | None:
+    """Every index balanced over the buckets, its heaviest bin going to the bucket that has least so far."""
+    bins = np.empty(len(slot), np.int64)
+    for k, rows in enumerate(_rows_by(slot, m)):
+        if (found := _packed(p, rows)) is None:
+            return None
+        bins[rows] = found + k * p.n_buckets
+    bins = none_empty(bins, p.costs, m, p.n_buckets)
+    bucket_of, _ = _deal(loads_of(bins, p.costs, m * p.n_buckets).reshape(m, p.n_buckets))
+    return Placement(bucket=bucket_of[bins], microbatch=slot, n_microbatches=m, way=way)
+
+
+def _deal(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(bucket of every bin, total of every bucket) for loads by [index, bin]: poorest bucket, heaviest bin of the index."""
+    bucket_of, total = np.empty(loads.shape, np.int32), np.zeros(loads.shape[1])
+    for k, row in enumerate(loads):
+        heavy, poorest = binpack.by_falling(row), np.argsort(total, kind="stable")
+        bucket_of[k, heavy] = poorest
+        total[poorest] += row[heavy]
+    return bucket_of.reshape(-1), total
+
+
+def _packed(p: Problem, rows: np.ndarray) -> np.ndarray | None:
+    """These items in one microbatch of every bucket: by the method, else greedily, else tightly."""
+    costs, sizes = p.costs[rows], p.sizes[rows]
+    tries: Sequence[Callable[[], np.ndarray]] = (
+        lambda: bins_by(p.method, costs, p.n_buckets, p.capacity, sizes),
+        lambda: bins_by("greedy", costs, p.n_buckets, p.capacity, sizes),
+        lambda: binpack.best_fit(sizes, p.n_buckets, p.capacity),
+    )
+    return next((bins for attempt in tries if fits(bins := attempt(), sizes, p.n_buckets, p.capacity)), None)
+
+
+def flat(p: Problem, m: int, once: bool = False) -> Placement | None:
+    """LPT over all bins at once."""
+    return _arranged(p, bins_by("greedy", p.costs, p.n_buckets * m, p.capacity, p.sizes), m, "flat", once)
+
+
+def levelled(p: Problem, m: int, once: bool = False) -> Placement | None:
+    """Indices that cannot be low are filled with as much work as they hold; what is left is level enough for LPT.
+
+    Where LPT finds no room for what is left, more indices are filled up: that packs tighter.
+    """
+    if _hurried(p) and p.sizes.sum() > 0.99 * p.n_buckets * m * p.capacity:
+        return None
+    filled = _filled(p, m)
+    while filled is not None:
+        bins, k = _with_the_rest(p, m, filled), filled.indices
+        if k >= m - 1 or fits(bins, p.sizes, p.n_buckets * m, p.capacity):
+            return _arranged(p, bins, m, "levelled", once)
+        filled = _filled(p, m, filled, k + max(1, (m - k) // 2))
+    return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filled:
+    """The first indices filled with as much work as they hold."""
+
+    indices: int
+    bins: np.ndarray  # int32; NOWHERE for the items left
+    left: np.ndarray  # by falling size
+
+
+def _filled(p: Problem, m: int, before: Filled | None = None, at_least: int = 0) -> Filled | None:
+    """One index after the other, as long as the dearest item left costs more than the mean bin: no placement can make its
+    index lower. None where so little went in that the indices left cannot hold the rest, or where it would take too long."""
+    if len(p.costs) * m > MUCH:
+        return None
+    n, k, bins, left = p.n_buckets, 0, np.full(len(p.costs), NOWHERE, np.int32), binpack.by_falling(p.sizes.astype(np.float64))
+    if before is not None:
+        k, bins, left = before.indices, before.bins.copy(), before.left
+    while k < m:
+        mean, dearest = binpack.total(p.costs[left]) / (n * (m - k)), float(p.costs[left].max(initial=0.0))
+        if dearest <= mean and k >= at_least:
+            break
+        most = (1 + 2.0**-30) * max(dearest, mean)
+        taken = binpack.fill_up(left, p.costs, p.sizes, n_bins=n, capacity=p.capacity or 2**62, most=most)
+        bins[left[taken >= 0]] = taken[taken >= 0] + np.int32(k * n)
+        left, k = left[taken < 0], k + 1
+        if p.capacity and int(p.sizes[left].sum()) > n * (m - k) * p.capacity:
+            return None
+    return Filled(k, bins, left)
+
+
+def _with_the_rest(p: Problem, m: int, filled: Filled, start: np.ndarray | None = None) -> np.ndarray:
+    """Bins of all items: those left by LPT into the indices that are not filled yet, whose bins have ``start`` to begin with."""
+    bins, left, first = filled.bins.copy(), np.sort(filled.left), filled.indices * p.n_buckets
+    if len(left) and filled.indices < m:
+        rest = binpack.lpt(p.costs[left], m * p.n_buckets - first, p.capacity, p.sizes[left], start)
+        bins[left] = np.where(rest == NOWHERE, NOWHERE, rest + np.int32(first))
+    return bins
+
+
+def alternating(p: Problem, m: int) -> Placement | None:
+    """Intra and inter in turn, for ranks that meet at both: the least of slowest rank plus slowest of every index.
+
+    Either all bins at once, as for ranks that meet often, or with bucket totals in mind.
+    """
+    found = [f for f in (_with_totals(p, m), flat(p, m), levelled(p, m)) if f is not None]
+    return min(found, key=lambda f: heaviest(p, f) + waited(p, f)) if found else None
+
+
+def _with_totals(p: Problem, m: int) -> Placement | None:
+    """As levelled, but a bucket whose bins came out light gets more in its other microbatches."""
+    n, filled = p.n_buckets, _filled(p, m)
+    if filled is None:
+        return None
+    k, bins = filled.indices, filled.bins.copy()
+    placed = np.flatnonzero(bins >= 0)
+    bucket_of, total = _deal(loads_of(bins[placed], p.costs[placed], n * k).reshape(k, n))
+    bins[placed] = bins[placed] // n * n + bucket_of[bins[placed]]
+    bins = _with_the_rest(p, m, replace(filled, bins=bins), np.tile(total / max(1, m - k), m - k))
+    if not fits(bins, p.sizes, n * m, p.capacity):
+        return None
+    loads = loads_of(bins, p.costs, n * m)
+    bucket_of = even_out(np.tile(np.arange(n, dtype=np.int32), m), loads, n, LEVEL * p.bound(), moves=False)
+    return _numbered(p, bins, bucket_of, loads, m, "alternating", once=False)
+
+
+def _numbered(p: Problem, bins: np.ndarray, bucket_of: np.ndarray, loads: np.ndarray, m: int, way: str, once: bool) -> Placement:
+    """Indices for bins that have a bucket: heavy ones first in every bucket, so that the microbatches of an index are alike."""
+    order = binpack.by_falling(loads)
+    index_of = np.empty(len(loads), np.int32)
+    index_of[order[by_key(bucket_of[order], len(loads) // m)]] = np.tile(np.arange(m, dtype=np.int32), len(loads) // m)
+    microbatch = spread(bucket_of[bins], index_of[bins], p.costs, p.n_buckets, m, None if once else p.bound())
+    return Placement(bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, way=way)
+
+
+def own_bins(p: Problem, m: int, once: bool = False) -> Placement | None:
+    """All bins by a method that is not greedy."""
+    bins = bins_by(p.method, p.costs, p.n_buckets * m, p.capacity, p.sizes)
+    return _arranged(p, bins, m, f"bins of {p.method}", once)
+
+
+def own_bins_swapped(p: Problem, m: int) -> Placement | None:
+    """As ``own_bins``, then bins swapped between buckets until those are level."""
+    return own_bins(p, m, once=True)
+
+
+def better_flat(p: Problem, m: int) -> Placement | None:
+    """All bins at once: the better of flat and levelled. With one microbatch ranks meet once a step, whatever the objective."""
+    if m == 1:
+        return whole(p, m) or tight(p, m)
+    found = [f for f in (flat(p, m), levelled(p, m)) if f is not None]
+    found = found or [f for f in (two_level(p, m), _best_fit(p, m)) if f is not None]  # these pack tighter
+    return min(found, key=lambda f: waited(p, f)) if found else None
+
+
+def tight(p: Problem, m: int) -> Placement | None:
+    """For steps too full for two levels: all bins at once, then bins swapped between buckets until those are level."""
+    found = [f for f in (flat(p, m, once=True), levelled(p, m, once=True)) if f is not None]
+    return min(found, key=lambda f: heaviest(p, f)) if found else _best_fit(p, m, once=True)
+
+
+def _best_fit(p: Problem, m: int, once: bool = False) -> Placement | None:
+    if _hurried(p):
+        return None
+    return _arranged(p, binpack.best_fit(p.sizes, p.n_buckets * m, p.capacity), m, "best fit", once)
+
+
+def _hurried(p: Problem) -> bool:
+    return len(p.costs) > MANY and p.may_add(p.least_microbatches())
+
+
+def _arranged(p: Problem, bins: np.ndarray, m: int, way: str, once: bool = False) -> Placement | None:
+    """Bins sorted by load and cut into microbatch indices, the heaviest of each going to the bucket that has least so far.
+
+    ``once``: ranks meet once a step, so bins may change their bucket whatever their index.
+    """
+    n = p.n_buckets
+    if not fits(bins, p.sizes, n * m, p.capacity):
+        return None
+    loads = loads_of(bins, p.costs, n * m)
+    order = binpack.by_falling(loads)
+    bucket_of, index_of = np.empty(n * m, np.int32), np.empty(n * m, np.int32)
+    bucket_of[order] = _deal(loads[order].reshape(m, n))[0]
+    index_of[order] = np.repeat(np.arange(m, dtype=np.int32), n)
+    if once:
+        bucket_of = even_out(bucket_of, loads, n, LEVEL * p.bound(), moves=False)
+        return _numbered(p, bins, bucket_of, loads, m, way, once)
+    microbatch = spread(bucket_of[bins], index_of[bins], p.costs, n, m, p.bound())
+    return Placement(bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, way=way)

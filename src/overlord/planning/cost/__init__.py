@@ -1,0 +1,73 @@
+"""Cost functions: what a sample costs to compute, from its metadata.
+
+A cost function takes a mapping of metadata columns and returns one float64 array: ``cost({"tokens": lengths})``. Only
+ratios matter. All of these use one rounding per operation and nothing of a maths library, so costs, and with them plans,
+are equal on every machine. Costs can be added and scaled: ``cost.llama_12b + cost.vit_2b``, ``3 * cost.tokens``.
+
+Yours may be any function, also by a name (``register_cost``); give it a ``fingerprint`` if its parameters change, and a ``unit``
+of ``"s"`` if it tells seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from overlord.checks import did_you_mean
+from overlord.errors import PlanError
+from overlord.planning.cost.base import Cost, CostFn, LengthCost, Scaled, Sum, fingerprint_of, unit_of
+from overlord.planning.cost.fit import Fitted, fit
+from overlord.planning.cost.models import Transformer, llama_12b, mixtral_8x7b, tmoe_25b, transformer, vit, vit_1b, vit_2b
+from overlord.sample import Column, Columns
+from overlord.user_code import cannot_take
+
+__all__ = [
+    "Cost", "CostFn", "Fitted", "LengthCost", "Scaled", "Sum", "Transformer", "asked", "fingerprint_of", "fit", "llama_12b", "mixtral_8x7b",
+    "named", "quadratic", "register_cost", "tmoe_25b", "tokens", "transformer", "unit_of", "vit", "vit_1b", "vit_2b",
+]  # fmt: skip
+
+tokens = LengthCost(linear=1.0, unit="tokens")
+quadratic = LengthCost(square=1.0)  # attention alone
+
+_BUILT_IN: dict[str, CostFn] = {
+    "tokens": tokens, "quadratic": quadratic, "llama_12b": llama_12b, "mixtral_8x7b": mixtral_8x7b, "tmoe_25b": tmoe_25b,
+    "vit_1b": vit_1b, "vit_2b": vit_2b,
+}  # fmt: skip
+_REGISTERED: dict[str, CostFn] = {}
+
+
+def register_cost(name: str, fn: CostFn) -> None:
+    """Make ``fn(columns) -> one number each`` known as ``name``, for ``.cost(name)``."""
+    if not isinstance(name, str) or not name or not callable(fn):
+        raise PlanError(f"register_cost: wanted a name and a function, found {name!r} and {fn!r}")
+    if name in _BUILT_IN:
+        raise PlanError(f"the cost {name!r} is built in", remedy="choose another name")
+    _REGISTERED[name] = fn
+
+
+def named(cost: CostFn | str) -> CostFn:
+    """A cost by its name, or the function itself."""
+    if callable(cost):
+        return cost
+    known = {**_BUILT_IN, **_REGISTERED}
+    if not isinstance(cost, str) or cost not in known:
+        raise PlanError(f"unknown cost {cost!r}{did_you_mean(cost, known)}", remedy="add it with register_cost")
+    return known[cost]
+
+
+def asked(cost: CostFn | str, columns: Mapping[str, Column], n: int, what: str = "cost") -> np.ndarray:
+    """What a cost says of n nodes, checked: it is the user's own code."""
+    fn, name = named(cost), getattr(cost, "__name__", None) or repr(cost)
+    if problem := cannot_take(fn, ("columns",)):
+        raise PlanError(f"{what}: {problem}")
+    said = fn(Columns(columns))
+    try:
+        numbers = np.asarray(said, np.float64)
+    except (TypeError, ValueError):
+        raise PlanError(f"{what} function {name}: wanted {n} numbers, found {type(said).__name__} {said!r:.80}") from None
+    if numbers.shape != (n,):
+        raise PlanError(f"{what} function {name}: wanted {n} numbers, found shape {numbers.shape}")
+    if n and not (np.isfinite(numbers).all() and numbers.min() >= 0):
+        raise PlanError(f"{what} function {name} gave a number that is negative, infinite or none at all")
+    return numbers

@@ -1,0 +1,139 @@
+"""A cost from measured times: what a microbatch takes, by the lengths of its documents.
+
+    measured = cost.fit([[512] * 8, [4096], [64] * 64, [2048, 1024], [8192]], [0.045, 0.050, 0.043, 0.036, 0.112])
+
+Least squares of the relative error over ``linear * sum(len) + square * sum(len ** 2) + constant``, none of them negative. The
+sums are exact before they are rounded (``math.fsum``) and the equations are solved in fractions, so that a fit made again on
+another machine gives the same cost and the same plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from overlord.errors import PlanError
+from overlord.planning.cost.base import Cost, over_lengths
+
+TERMS = ("the tokens of a microbatch", "the squares of its lengths", "the constant")
+LEAST = 4  # one more than there are coefficients
+APART = 1e-4  # of a column's square that the others must leave unexplained; the measurements of tests/unit/test_cost.py leave 0.17
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted(Cost):
+    """Seconds of a document: ``linear * length + square * length ** 2``. ``constant`` is paid once a microbatch, by every rank
+    alike: it changes no plan, and is told for predictions. Errors are relative, over the measurements."""
+
+    linear: float
+    square: float
+    constant: float
+    worst_error: float
+    mean_error: float
+    measurements: int
+    column: str = "tokens"
+    unit: str = "s"
+
+    def __call__(self, columns: Mapping[str, Any]) -> np.ndarray:
+        return over_lengths(columns, self.column, lambda length: self.linear * length + self.square * (length * length))
+
+    def seconds(self, lengths: Any) -> float:
+        """Of one microbatch with documents of these lengths."""
+        a, b, one = _terms(lengths)
+        return self.linear * a + self.square * b + self.constant * one
+
+
+def fit(samples: Sequence[Any], seconds: Sequence[float] | np.ndarray, *, column: str = "tokens") -> Fitted:
+    """From microbatches, as arrays of lengths or as mappings of columns, and what each took, in seconds.
+
+    Measure microbatches that differ in tokens and in how these are cut into documents: 64 short ones, a few long ones, one as
+    long as the context. Take the median of some runs after a warm-up.
+    """
+    if not all(hasattr(given, "__len__") for given in (samples, seconds)):
+        raise PlanError(f"cost.fit: wanted a list of microbatches and a list of seconds, found {samples!r:.40} and {seconds!r:.40}")
+    rows = [_terms(_lengths(sample, column)) for sample in samples]
+    try:
+        times = [float(t) for t in seconds]
+    except (TypeError, ValueError) as e:
+        raise PlanError(f"cost.fit: a time is no number: {e}; wanted seconds above 0") from None
+    if len(rows) != len(times):
+        raise PlanError(f"cost.fit: {len(rows)} microbatches and {len(times)} times")
+    if bad := [t for t in times if not 0 < t < math.inf]:
+        raise PlanError(f"cost.fit: a time is {bad[0]!r}; wanted seconds above 0")
+    if len(set(rows)) < LEAST:
+        raise PlanError(f"cost.fit: wanted at least {LEAST} different microbatches, found {len(set(rows))}", remedy="measure more of them")
+    weighed = [[x / t for x in row] for row, t in zip(rows, times, strict=True)]  # so that every residual is a relative error
+    scale = [max(col) or 1.0 for col in zip(*weighed, strict=True)]
+    table = [[x / s for x, s in zip(row, scale, strict=True)] for row in weighed]
+    gram = [[Fraction(math.fsum(row[i] * row[j] for row in table)) for j in range(3)] for i in range(3)]
+    _check_apart(gram)
+    found = [float(x) / s for x, s in zip(_not_negative(table, gram), scale, strict=True)]
+    linear, square, constant = found  # added one by one: what sum() gives depends on the version of Python
+    errors = [abs((linear * a + square * b + constant * one) / t - 1) for (a, b, one), t in zip(rows, times, strict=True)]
+    return Fitted(
+        linear=linear, square=square, constant=constant, worst_error=max(errors), mean_error=math.fsum(errors) / len(errors),
+        measurements=len(times), column=column,
+    )  # fmt: skip
+
+
+def _lengths(sample: Any, column: str) -> Any:
+    if not isinstance(sample, Mapping):
+        return sample
+    if column not in sample:
+        raise PlanError(f"cost.fit: a microbatch has no column {column!r}; known: {', '.join(map(str, sample))}", remedy="give column=")
+    return sample[column]
+
+
+def _terms(lengths: Any) -> tuple[float, float, float]:
+    try:
+        length = np.asarray(lengths, np.float64).reshape(-1)
+    except (TypeError, ValueError):
+        raise PlanError(f"cost.fit: wanted the lengths of a microbatch's documents, found {lengths!r:.80}") from None
+    if not len(length) or not (np.isfinite(length).all() and length.min() >= 0):
+        raise PlanError("cost.fit: a microbatch has no documents, or one whose length is no length")
+    return math.fsum(length.tolist()), math.fsum((length * length).tolist()), 1.0
+
+
+def _check_apart(gram: list[list[Fraction]]) -> None:
+    """Refuse measurements from which the terms cannot be told apart."""
+    for i, term in enumerate(TERMS):
+        others = [j for j in range(3) if j != i]
+        explained = _determinant(gram, others) * gram[i][i]
+        if explained == 0 or _determinant(gram, [0, 1, 2]) / explained < APART:
+            raise PlanError(
+                f"cost.fit: {term} cannot be told apart from the rest in these measurements",
+                remedy="measure microbatches of different tokens, each cut into short and into long documents",
+            )
+
+
+def _not_negative(table: list[list[float]], gram: list[list[Fraction]]) -> list[Fraction]:
+    """Least squares without negative coefficients: of all choices of terms, the best one whose solution has none."""
+    right = [Fraction(math.fsum(row[i] for row in table)) for i in range(3)]
+    solutions = [_solve(gram, right, list(chosen)) for size in (3, 2, 1) for chosen in combinations(range(3), size)]
+    # What a least-squares solution explains is its product with the right side; the first of equals has the most terms.
+    return max((s for s in solutions if min(s) >= 0), key=lambda s: sum(x * r for x, r in zip(s, right, strict=True)))
+
+
+def _solve(gram: list[list[Fraction]], right: list[Fraction], chosen: list[int]) -> list[Fraction]:
+    """Cramer's rule for the chosen terms; the others are zero."""
+    whole, solution = _determinant(gram, chosen), [Fraction(0)] * 3
+    for i in chosen:
+        swapped = [[right[r] if c == i else gram[r][c] for c in range(3)] for r in range(3)]
+        solution[i] = _determinant(swapped, chosen) / whole
+    return solution
+
+
+def _determinant(m: list[list[Fraction]], rows: list[int]) -> Fraction:
+    if len(rows) == 1:
+        return m[rows[0]][rows[0]]
+    if len(rows) == 2:
+        i, j = rows
+        return m[i][i] * m[j][j] - m[i][j] * m[j][i]
+    (a, b, c), (d, e, f), (g, h, k) = m
+    return a * (e * k - f * h) - b * (d * k - f * g) + c * (d * h - e * g)

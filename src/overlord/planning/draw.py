@@ -1,0 +1,233 @@
+"""The draw: how many samples each source gives to a step, in exact integers (``docs/stream.md``, "The draw").
+
+Weights are whole numbers that sum to 2^40 and accounts count in the same unit, so every machine draws the same step
+for ever; floating point would drift. Work is per source, never per sample.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+import numpy as np
+
+from overlord.hashing import key64, keyed_hash
+from overlord.job.job import UNIT
+
+SHIFT = 80  # deadlines are rationals with denominators up to 2^40: scaled by 2^80, unequal ones differ by at least 1
+
+
+class Front(Protocol):
+    """The front of a source's stream, as far as it is known."""
+
+    @property
+    def ready(self) -> int: ...  # samples known
+    @property
+    def ended(self) -> bool: ...  # nothing comes after them
+    def samples_for(self, start: int, tokens: int) -> tuple[int, int]:
+        """(how many samples from ``start`` on reach ``tokens``, what they hold); all known ones if they do not reach it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One step's draw: per sub-draw and source how many samples come from the front; the accounts afterwards."""
+
+    counts: tuple[tuple[int, ...], ...]  # [sub-draw][source]
+    owed: tuple[int, ...]
+    active: tuple[bool, ...]
+    short: bool  # some source could not give what it should
+
+
+@dataclass(frozen=True, slots=True)
+class Short:
+    """The draw needs to know more: source -> samples its front must hold (or end before)."""
+
+    need: dict[int, int]
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """Weights as whole numbers that sum to 2^40 (all zero stays all zero): largest remainder over exact rationals."""
+    exact = [Fraction(w) for w in weights]
+    total = sum(exact)
+    if total == 0:
+        return [0] * len(exact)
+    scaled = [w / total * UNIT for w in exact]
+    floors = [int(s) for s in scaled]
+    order = sorted(range(len(exact)), key=lambda i: (floors[i] - scaled[i], i))
+    for i in order[: UNIT - sum(floors)]:
+        floors[i] += 1
+    return floors
+
+
+def owed_behind(owed: Sequence[int], left: Sequence[int], weights: Sequence[float], active: Sequence[bool]) -> tuple[int, ...]:
+    """The accounts when some drawn samples were left for later: the step was so much smaller, and so are the targets. Without that a
+    job that overflows at every step owes ever more, and what is owed outweighs any mixture that is set later."""
+    whole = whole_weights([w if a else 0.0 for w, a in zip(weights, active, strict=True)])
+    return tuple(o + n * UNIT - sum(left) * w for o, n, w in zip(owed, left, whole, strict=True))
+
+
+def draw_counts(n: int, weights: Sequence[int], owed: list[int]) -> list[int]:
+    """How many of n samples each source gives; brings ``owed`` up to date. Earliest deadline first."""
+    for i, w in enumerate(weights):
+        owed[i] = owed[i] + n * w if w else 0
+    counts = [max(0, o // UNIT) if w else 0 for o, w in zip(owed, weights, strict=True)]
+    missing = n - sum(counts)
+    if missing < 0:  # only after weights changed: the latest deadlines wait
+        counts = _earliest(n, counts, weights, owed)
+    while missing > 0:
+        # One more each for those that may have one (their target is above their count); without that rule a heavy source
+        # would run ahead. a/w as an exact integer key: unequal rationals differ by at least 2^-80.
+        weighted = [i for i, w in enumerate(weights) if w]
+        may = [i for i in weighted if owed[i] > UNIT * counts[i]] or weighted
+        keys = sorted((((UNIT * (counts[i] + 1) - owed[i]) << SHIFT) // weights[i], i) for i in may)
+        for _, i in keys[:missing]:
+            counts[i] += 1
+        missing = n - sum(counts)
+    for i, c in enumerate(counts):
+        owed[i] -= c * UNIT
+    return counts
+
+
+def _earliest(n: int, musts: list[int], weights: Sequence[int], owed: Sequence[int]) -> list[int]:
+    """The n earliest of all must-samples; the k-th of source i is due at (k*U - owed_i)/w_i."""
+    counts = [0] * len(musts)
+    heap = [(((UNIT - owed[i]) << SHIFT) // weights[i], i) for i, m in enumerate(musts) if m]
+    heapq.heapify(heap)
+    for _ in range(n):
+        _, i = heap[0]
+        counts[i] += 1
+        if counts[i] < musts[i]:
+            heapq.heapreplace(heap, (((UNIT * (counts[i] + 1) - owed[i]) << SHIFT) // weights[i], i))
+        else:
+            heapq.heappop(heap)
+    return counts
+
+
+def random_counts(n: int, weights: Sequence[int], seed: int, step: int, first: int) -> list[int]:
+    """Seeded multinomial counts: pick j of the step is a pure function of (seed, step, j)."""
+    h = keyed_hash(key64("draw", seed), np.full(n, step, np.int64), np.arange(first, first + n))
+    picks = h >> np.uint64(24)  # (h * 2^40) >> 64
+    source = np.searchsorted(np.cumsum(np.array(weights, np.uint64)), picks, side="right")
+    return np.bincount(source, minlength=len(weights)).tolist()
+
+
+def step_order(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """(source, k) of every sample of a draw in its order: the k-th of n (from 0) stands at (k + 1/2)/n, ties by source.
+
+    float64 division is correctly rounded, so equal rationals give equal keys and, below 2^25 samples, unequal ones differ.
+    """
+    n = np.asarray(counts, np.int64)
+    source = np.repeat(np.arange(len(n)), n)
+    k = np.arange(len(source)) - np.repeat(np.cumsum(n) - n, n)
+    order = np.argsort((2 * k + 1) / (2 * n[source]), kind="stable")
+    return source[order].astype(np.int32), k[order]
+
+
+def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Order of a step over samples listed source by source, and the sub-draw of each if there are several: ``counts[draw][source]``."""
+    totals = np.sum(counts, axis=0)
+    first = np.cumsum(totals) - totals
+    orders = []
+    for draw in counts:
+        source, k = step_order(draw)
+        orders.append(first[source] + k)
+        first = first + np.array(draw)
+    if len(orders) == 1:
+        return orders[0], None
+    return np.concatenate(orders), np.repeat(np.arange(len(orders), dtype=np.int32), [len(o) for o in orders])
+
+
+class Drawer:
+    """Draws steps from the fronts of the streams. Holds rules, no state: accounts come in and go out."""
+
+    def __init__(self, *, samples: int | None, tokens: int | None, draws: int, random: bool, seed: int, fill: bool):
+        self._amount, self._in_tokens, self._draws = samples or tokens or 0, tokens is not None, draws
+        self._random, self._seed, self._fill = random, seed, fill
+        self._whole: tuple[tuple[float, ...], tuple[bool, ...], list[int]] | None = None
+
+    def draw(
+        self, step: int, weights: Sequence[float], owed: Sequence[int], active: Sequence[bool], fronts: Sequence[Front]
+    ) -> Drawn | Short:
+        run = _Run(step, tuple(weights), list(owed), list(active), fronts)
+        counts = []
+        base, more = divmod(self._amount, self._draws)
+        for k in range(self._draws):
+            before = list(run.taken)
+            amount = base + (k < more)
+            need = self._by_tokens(run, amount) if self._in_tokens else self._by_samples(run, amount)
+            if need:
+                return Short(need)
+            counts.append(tuple(b - a for a, b in zip(before, run.taken, strict=True)))
+        return Drawn(tuple(counts), tuple(run.owed), tuple(run.active), run.short)
+
+    def _weights(self, run: _Run) -> list[int]:
+        """Whole weights over the active sources; kept, since they change only when a source leaves or the mix does."""
+        active = tuple(run.active)
+        if self._whole is None or self._whole[:2] != (run.weights, active):
+            whole = whole_weights([w if a else 0.0 for w, a in zip(run.weights, active, strict=True)])
+            self._whole = (run.weights, active, whole)
+        return self._whole[2]
+
+    def _by_samples(self, run: _Run, missing: int) -> dict[int, int]:
+        while missing > 0 and any(weights := self._weights(run)):
+            if self._random:
+                counts = random_counts(missing, weights, self._seed, run.step, run.picks)
+                run.picks += missing
+            else:
+                counts = draw_counts(missing, weights, run.owed)
+            missing, need = 0, {}
+            for i, count in enumerate(counts):
+                if not count:
+                    continue
+                have = run.fronts[i].ready - run.taken[i]
+                if count > have and not run.fronts[i].ended:
+                    need[i] = run.taken[i] + count
+                    continue
+                if count > have:
+                    missing += count - have
+                    run.leave(i)
+                run.taken[i] += min(count, have)
+            if need:
+                return need
+            if not self._fill:
+                break
+        return {}
+
+    def _by_tokens(self, run: _Run, amount: int) -> dict[int, int]:
+        while amount > 0 and any(weights := self._weights(run)):
+            for i, w in enumerate(weights):
+                run.owed[i] = run.owed[i] + amount * w if w else 0
+            amount, need = 0, {}
+            for i, w in enumerate(weights):
+                if not w or run.owed[i] <= 0:
+                    continue
+                wanted = -(-run.owed[i] // UNIT)
+                count, held = run.fronts[i].samples_for(run.taken[i], wanted)
+                if held < wanted and not run.fronts[i].ended:
+                    need[i] = (ready := run.fronts[i].ready) + max(1, min(16 + ready, (wanted - held) * max(1, count) // max(1, held)))
+                    continue
+                run.taken[i] += count
+                run.owed[i] -= held * UNIT
+                if held < wanted:
+                    amount += -(-run.owed[i] // UNIT)
+                    run.leave(i)
+            if need:
+                return need
+            if not self._fill:
+                break
+        return {}
+
+
+class _Run:
+    """The accounts while one step is drawn; thrown away if the draw turns out short."""
+
+    def __init__(self, step: int, weights: tuple[float, ...], owed: list[int], active: list[bool], fronts: Sequence[Front]):
+        self.step, self.weights, self.owed, self.active, self.fronts = step, weights, owed, active, fronts
+        self.taken, self.picks, self.short = [0] * len(weights), 0, False
+
+    def leave(self, i: int) -> None:
+        self.owed[i], self.active[i], self.short = 0, False, True

@@ -1,0 +1,89 @@
+"""What trainers report, and when a plan may use it.
+
+Plan t sees the reports of step t - ``feedback_lag`` alone, so that the prefetch window never decides what a schedule knew.
+Values stay apart by rank until then and are joined without regard to who came first: equal reports, equal stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from overlord.messages.control import Report
+
+
+def promised(report: Report, next_step: int, lag: int, prefetch: int) -> bool:
+    """Whether no plan that uses it can have been made when a rank says it that was not handed ``next_step`` yet: planning is at most
+    ``prefetch`` steps ahead of that rank."""
+    return report.step + lag >= next_step + prefetch
+
+
+
+
+
+
+def reduced(reports: Iterable[Report]) -> dict[str, float]:
+    """One value for every metric of a step: the mean over the ranks that gave it, by their ``tokens/<source>`` where all gave
+    those; token counts themselves are summed. Exactly rounded sums, so the order of the ranks does not matter."""
+    ranks = list(reports)
+    names = sorted({name for r in ranks for name in r.metrics})
+    return {name: _joined(name, [r.metrics for r in ranks if name in r.metrics]) for name in names}
+
+
+def _joined(name: str, ranks: list[Mapping[str, float]]) -> float:
+    kind, _, source = name.partition("/")
+    values = [r[name] for r in ranks]
+    if kind == "tokens" and source:
+        return math.fsum(values)
+    tokens = [r[f"tokens/{source}"] for r in ranks if f"tokens/{source}" in r] if source else []
+    most = max(tokens, default=0.0)
+    if len(tokens) < len(values) or not most > 0:
+        return math.fsum(values) / len(values)
+    shares = [t / most for t in tokens]  # so that no product is too small to be told from nothing
+    return math.fsum(v * t for v, t in zip(values, shares, strict=True)) / math.fsum(shares)
+
+
+class Feedback:
+    """Reports on their way to the plans that use them."""
+
+    def __init__(self, lag: int, takes: bool, reports: Iterable[Report] = (), floor: int = 0):
+        self._lag, self.takes, self._floor = lag, takes, floor
+        self._steps: dict[int, dict[int, Report]] = {}
+        self._counts: Counter[str] = Counter()
+        for report in reports if takes else ():
+            self._steps.setdefault(report.step, {})[report.rank] = report
+
+    def in_time(self, report: Report, planned: int) -> bool:
+        """Whether the plan that uses it is still to come, ``planned`` being the last step whose weights were asked for."""
+        return self.takes and report.step + self._lag > planned
+
+    def add(self, report: Report, planned: int) -> None:
+        self._counts["received"] += 1
+        if self.in_time(report, planned):
+            self._steps.setdefault(report.step, {})[report.rank] = report  # the last word of a rank counts
+        elif self.takes:
+            self._counts["late"] += 1
+
+    def use(self, step: int, skipped: bool) -> dict[str, float]:
+        """What the plan of a step is told, which nothing that comes later can change.
+
+        Where a step was ``skipped`` meanwhile nothing is: planning then runs ahead of what trainers can have said, by as much
+        as they happen to be fast.
+        """
+        reports = self._steps.pop(step - self._lag, {})
+        if step >= self._floor:  # else it is counted already
+            self._counts["late" if skipped else "used"] += len(reports)
+        if skipped:
+            return {}
+        return reduced(reports[rank] for rank in sorted(reports))
+
+    def adopt(self, before: Feedback) -> None:
+        """Count on where another left off."""
+        self._counts = Counter(before._counts)
+
+    def pending(self) -> tuple[Report, ...]:
+        return tuple(self._steps[step][rank] for step in sorted(self._steps) for rank in sorted(self._steps[step]))
+
+    def counts(self) -> dict[str, int]:
+        return {**{name: self._counts[name] for name in ("received", "used", "late")}, "pending": sum(map(len, self._steps.values()))}

@@ -1,0 +1,62 @@
+"""A step as one interactive page that stands alone: no address outside it, no library; light and dark.
+
+The page is ``assets/graph.html`` with its style, its scripts and the facts of the step (``graphdata.py``) put in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from html import escape
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from overlord.errors import OverlordError
+from overlord.planning.graph.page_data import Step, facts
+
+if TYPE_CHECKING:
+    from overlord.planning.graph.dgraph import DGraph
+
+SCRIPTS = ("data.js", "chart.js", "flow.js", "panels.js", "main.js")  # in this order: each uses what stands before it
+
+
+def write_page(graph: DGraph, path: str | os.PathLike[str], modules: Mapping[str, DGraph] | None = None) -> None:
+    """Write the page of a graph; other graphs of the same samples are its further modules."""
+    text = page(step_of(graph, modules or {}))
+    try:
+        with open(path, "w", encoding="utf-8") as out:
+            out.write(text)
+    except OSError as fault:
+        raise OverlordError(f"{os.fspath(path)}: the page cannot be written: {fault.strerror or fault}") from fault
+
+
+def step_of(graph: DGraph, modules: Mapping[str, DGraph]) -> Step:
+    """A planned graph as it was planned; any other is planned here, which says what is missing to be placed."""
+    if graph.bound is not None and not modules:
+        return Step(plan=graph.bound.plan, place=graph.tree, edges=graph.edges(), loader=graph.bound.loader)
+    return Step(plan=graph.plan(**modules), place=graph.tree, edges=graph.edges())
+
+
+def page(step: Step) -> str:
+    """The page as text."""
+    assets = files("overlord.observe") / "assets"
+    text = (assets / "graph.html").read_text(encoding="utf-8")
+    scripts = "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    parts = {
+        "title": escape(f"Step {step.plan.step}: {len(step.plan):,} samples on {step.place}"),
+        "style": (assets / "graph.css").read_text(encoding="utf-8"),
+        "facts": in_script(facts(step)),
+        "script": f'"use strict";\n(() => {{\n{scripts}}})();\n',
+    }
+    for name, part in parts.items():
+        head, found, tail = text.partition(f"<!--{name}-->")
+        assert found, f"graph.html has no place for {name}"
+        text = head + part + tail
+    return text
+
+
+def in_script(value: Any) -> str:
+    """JSON that can stand inside a script element: no name of a source can end it, or open a comment."""
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

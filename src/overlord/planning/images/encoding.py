@@ -1,0 +1,115 @@
+"""Who encodes which image of a step, as the constructors of some ranks must know it: cut out of the plan, once, at the planner. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from overlord.batch import Batch
+from overlord.errors import PlanError
+from overlord.mesh import BUCKET_AXES, ClientPlaceTree
+from overlord.messages.control import Encoding
+from overlord.plan.plan import LoadingPlan
+from overlord.plan.routes import Routes, ranges, starts
+from overlord.sample import Buffer, Ragged
+
+ENCODER = "encoder"  # the module whose items are images
+IMAGES = "image_patches"  # the metadata that says how many a sample has
+REMEDY = 'add .broadcast_at("CP"), or distribute samples over "CP", or set batch.cp_split="none"'
+
+
+class Encodings:
+    """The routes of one step; ``of(ranks)`` cuts out what some ranks need."""
+
+    def __init__(self, plan: LoadingPlan, batch: Batch, multiple: int):
+        self.plan, self.routes = plan, plan.routes(ENCODER)
+        a, b = plan.module(ENCODER), plan.main
+        node = np.empty(len(plan), np.int64)
+        node[b.sample] = np.arange(len(b.sample))
+        self.sample, at = a.sample, node[a.sample]
+        self._home = np.stack([b.bucket[at], b.microbatch[at], b.slot[at]], axis=1).astype(np.int64)
+        if batch.layout == "padded":
+            first = b.slot[at].astype(np.int64) * batch.context
+        else:  # as the builder lays documents out: the plan's own sizes may be what a strategy likes
+            first = starts(b, np.maximum(-(-plan.tokens[b.sample] // multiple), 1) * multiple)[at]
+        self._position = first + self.routes.offset
+        self._arrives = np.empty(len(self.routes), np.int64)  # number of each item among those that its owner is sent in its exchange
+        before = np.repeat(self.routes.owned_bounds[:-1], np.diff(self.routes.owned_bounds))
+        self._arrives[self.routes.received] = np.arange(len(self.routes)) - before
+
+    def encoded_by(self, ranks: Sequence[int]) -> np.ndarray:
+        """Items that these ranks encode, rank by rank, in each exchange by exchange."""
+        return self.routes.sent[_rows(self.routes, ranks, self.routes.sent_bounds)[0]]
+
+    def of(self, ranks: Sequence[int], at: np.ndarray) -> Encoding:
+        """``at``: where the bytes of each of ``encoded_by(ranks)`` are staged."""
+        r, p = self.routes, self.plan
+        sent, bounds = _rows(r, ranks, r.sent_bounds)
+        got, recv_bounds = _rows(r, ranks, r.owned_bounds)
+        item, arriving, wanted = r.sent[sent], r.received[got], r.wanted[got]
+        sample = self.sample[item]
+        ids = np.stack([getattr(p, name)[sample].astype(np.int64) for name in ("source", "epoch", "file", "row", "part")], axis=1)
+        return Encoding(
+            ranks=np.asarray(ranks, np.int64), n_slots=r.n_slots, per=r.per, item=item, at=at, ids=ids,
+            number=r.number[item].astype(np.int32), home=self._home[item], send_lens=r.out[item].astype(np.int32), bounds=bounds,
+            send_splits=_splits(bounds, r.owner[item], r.out[item], r.world_size),
+            recv_splits=_splits(recv_bounds, r.encoder[arriving], r.out[arriving], r.world_size),
+            recv_perm=self._arrives[wanted], out_lens=r.out[wanted].astype(np.int32), microbatch=r.microbatch[wanted].astype(np.int32),
+            position=self._position[wanted], recv_bounds=recv_bounds,
+        )  # fmt: skip
+
+
+def _rows(routes: Routes, ranks: Sequence[int], bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of an order of the routes that are these ranks', and where each group of them begins."""
+    groups = (np.arange(routes.n_slots)[None, :] * routes.world_size + np.asarray(ranks, np.int64)[:, None]).ravel()
+    counts = bounds[groups + 1] - bounds[groups]
+    return ranges(bounds[groups], counts), np.concatenate([[0], np.cumsum(counts)])
+
+
+def _splits(bounds: np.ndarray, peer: np.ndarray, rows: np.ndarray, world: int) -> np.ndarray:
+    """Rows exchanged with every rank, group by group."""
+    groups = len(bounds) - 1
+    group = np.repeat(np.arange(groups), np.diff(bounds))
+    return np.bincount(group * world + peer, weights=rows, minlength=groups * world).astype(np.int32).reshape(groups, world)
+
+
+def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
+    """Every image is encoded once: one that no rank encodes would leave its placeholders without a meaning."""
+    column = buffer.column(IMAGES) if IMAGES in buffer.meta or IMAGES in buffer.absent else None
+    if not isinstance(column, Ragged):
+        return
+    if ENCODER not in plan.modules:
+        raise PlanError(
+            f"the job has images, and the plan has no module {ENCODER!r}",
+            plan.step,
+            "end the strategy with .plan(encoder=...); plan_raw places samples alone",
+        )
+    wanted, found = column.lengths, np.bincount(plan.modules[ENCODER].sample, minlength=len(plan))
+    if not np.array_equal(wanted, found):
+        i = int(np.flatnonzero(wanted != found)[0])
+        words = f"sample {plan.sample_id(i)} has {wanted[i]} images, and the plan's {ENCODER!r} {found[i]} of them"
+        raise PlanError(words, plan.step, f"select them all: .select({IMAGES!r})")
+    main, place = plan.main, plan.place
+    if place is not None and sliced(place, buffer.batch) and "cp" not in BUCKET_AXES[main.axis] and "CP" not in main.broadcast:
+        raise PlanError("no rank has a whole microbatch to put rows of images into: context parallelism cuts it", plan.step, REMEDY)
+    # Rows go to one rank of a bucket, and only the group that encodes an image hears that it is broken.
+    if place is not None and place.dp > 1 and "dp" not in BUCKET_AXES[main.axis]:
+        words = f"samples with images are distributed over {main.axis}, where several replicas train on the same ones"
+        raise PlanError(words, plan.step, 'distribute samples over "DP", "CP" or "WORLD"')
+
+
+def valid_tokens(plan: LoadingPlan, images: bool) -> int:
+    """Tokens of a step with a loss, over all ranks: of a document all but one, and no placeholder of an image, which is nothing to predict.
+    ``images``: of a job whose images are encoded; else what a plan calls so has no placeholders."""
+    found = int(np.maximum(plan.tokens - 1, 0).sum())
+    a = plan.modules.get(ENCODER) if images else None
+    if a is None or a.out is None or a.offset is None:
+        return found
+    first = (a.offset == 0) & (a.out > 0)  # the first token of a document nothing predicts in any case
+    return found - int(a.out.sum()) + int(first.sum())
+
+
+def sliced(place: ClientPlaceTree, batch: Batch) -> bool:
+    """Whether context-parallel ranks get slices of a microbatch, unless the plan says otherwise."""
+    return place.cp > 1 and batch.cp_split != "none"

@@ -1,0 +1,162 @@
+"""Items of samples (images): which rank encodes each, and which tokens of its document its output stands for.
+
+An item's output is ``out`` rows of the encoder; they stand at tokens ``offset`` to ``offset + out`` of its sample, where
+the document has placeholders. For items selected by ``image_patches``, ``out`` is the metadata ``image_tokens`` and
+``offset`` the metadata ``image_offset`` where they are given. Without them an item has a row for every ``merge`` x ``merge``
+patches, and the items stand at the start of their document one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from overlord.array_order import in_documents
+from overlord.errors import PlanError
+from overlord.mesh import ClientPlaceTree
+from overlord.planning.balance.placement import Placement, Problem, nested
+from overlord.sample import Buffer, Ragged
+
+PER = ("iteration", "microbatch")
+
+
+def nodes(buffer: Buffer, names: Sequence[str], sources: Sequence[str] | None = None) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
+    """(buffer row of each node, metadata columns, whether nodes are items), of these sources only."""
+    sample, columns, items = _all_nodes(buffer, names)
+    if sources is None:
+        return sample, columns, items
+    kept = np.isin(sample, of_sources(buffer, sources))
+    return sample[kept], {n: c[kept] for n, c in columns.items()}, items
+
+
+def _all_nodes(buffer: Buffer, names: Sequence[str]) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
+    if not names:
+        return np.arange(len(buffer)), {n: c for n, c in buffer.meta.items() if isinstance(c, np.ndarray)}, False
+    found = {name: buffer.column(name) for name in names}
+    ragged = {n: c for n, c in found.items() if isinstance(c, Ragged)}
+    if not ragged:
+        return np.arange(len(buffer)), {n: c for n, c in found.items() if isinstance(c, np.ndarray)}, False
+    lengths = next(iter(ragged.values())).lengths
+    sample = np.repeat(np.arange(len(buffer)), lengths)
+    columns: dict[str, np.ndarray] = {}
+    for name, column in found.items():
+        if isinstance(column, Ragged) and not np.array_equal(column.lengths, lengths):
+            other = next(iter(ragged))
+            raise PlanError(f"metadata {name!r} has other item counts than {other!r}", buffer.step, "select them in two graphs")
+        columns[name] = column.values[column.offsets[0] : column.offsets[-1]] if isinstance(column, Ragged) else column[sample]
+    return sample, dict(sorted(columns.items(), key=lambda c: c[0] not in ragged)), True
+
+
+def of_sources(buffer: Buffer, sources: Sequence[str]) -> np.ndarray:
+    """Rows of the buffer that come from these sources."""
+    unknown = [s for s in sources if s not in buffer.names]
+    if unknown:
+        raise PlanError(f"unknown source {unknown[0]!r}; known: {', '.join(buffer.names)}", buffer.step)
+    return np.flatnonzero(np.isin(buffer.source, [buffer.names.index(s) for s in sources]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Placeholders:
+    """Of every item: the rows that are sent, and the token of its sample where they go."""
+
+    out: np.ndarray  # int64
+    offset: np.ndarray  # int64
+    cut: int  # items of which fewer rows are sent than they have: their document was cut, or the next item begins
+
+
+def placeholders(buffer: Buffer, sample: np.ndarray, patches: np.ndarray, column: str, merge: int) -> Placeholders:
+    """What is sent never leaves its document nor reaches into the next item: a document that was cut at the context takes
+    the first rows of an item that it still has room for."""
+    stem = column.rpartition("_")[0] or column
+    out = _given(buffer, sample, f"{stem}_tokens", patches.astype(np.int64) // (merge * merge))
+    offset = _given(buffer, sample, f"{stem}_offset", _one_after_another(sample, out))
+    tokens = buffer.column("tokens")
+    assert isinstance(tokens, np.ndarray)
+    offset = np.minimum(offset, tokens[sample])
+    sent = np.minimum(out, tokens[sample] - offset)
+    order = in_documents(sample, offset)
+    order = order[sent[order] > 0]  # what sends nothing is in nobody's way
+    here, at = sample[order], offset[order]
+    same = here[1:] == here[:-1]
+    sent[order[:-1][same]] = np.minimum(sent[order[:-1][same]], (at[1:] - at[:-1])[same])
+    return Placeholders(out=sent, offset=offset, cut=int((sent < out).sum()))
+
+
+
+
+
+
+def _given(buffer: Buffer, sample: np.ndarray, name: str, otherwise: np.ndarray) -> np.ndarray:
+    """A column of the same items by its name, for the samples that have it; the others get what is assumed."""
+    if name not in buffer.meta:
+        return otherwise
+    found, counts = buffer.meta[name], np.bincount(sample, minlength=len(buffer))
+    lengths = found.lengths if isinstance(found, Ragged) else np.full(len(buffer), -1)
+    said = (counts > 0) & (lengths != 0)  # a source without this metadata: lists of none
+    if (lengths[said] != counts[said]).any():
+        i = int(np.flatnonzero(said & (lengths != counts))[0])
+        problem = f"sample {buffer[i]} has {counts[i]} items and {max(1, int(lengths[i]))} of metadata {name!r}"
+        raise PlanError(problem, buffer.step, "a list with one number for each item is wanted")
+    assert isinstance(found, Ragged) or not said.any()
+    if not isinstance(found, Ragged) or not said.any():
+        return otherwise
+    held = found.take(np.flatnonzero(said)).values.astype(np.int64)
+    if len(held) == len(otherwise):
+        return held
+    otherwise = otherwise.copy()
+    otherwise[said[sample]] = held
+    return otherwise
+
+
+def _one_after_another(sample: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Where each item begins when the items of a sample touch."""
+    before, number = np.cumsum(out) - out, np.arange(len(sample))
+    first = np.maximum.accumulate(np.where(np.append(True, sample[1:] > sample[:-1]), number, 0)) if len(sample) else number
+    return before - before[first]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Samples:
+    """Where the samples of items went: by item."""
+
+    bucket: np.ndarray
+    microbatch: np.ndarray
+    n_microbatches: int
+    axis: str  # of the buckets
+
+
+def follow(
+    costs: np.ndarray, sizes: np.ndarray, samples: Samples, tree: ClientPlaceTree, *, axis: str, method: str, per: str, stay: bool
+) -> Placement:
+    """Items balanced by where their samples went. ``per="microbatch"``: those of a slot together, and they keep the slot.
+    ``stay``: an item is encoded by a rank of the group that its sample went to."""
+    if per not in PER:
+        raise PlanError(f"unknown per={per!r}; known: {', '.join(PER)}")
+    if stay and axis != "WORLD":
+        raise PlanError(f'items can stay in their group when they are distributed over "WORLD", not over {axis!r}')
+    nowhere = np.zeros(len(costs), np.int32)
+    slot, m = (samples.microbatch, samples.n_microbatches) if per == "microbatch" else (nowhere, 1)
+    group, ranks = (samples.bucket, np.array(tree.buckets(samples.axis))) if stay else (nowhere, np.arange(tree.n_buckets(axis))[None])
+    parent, n_parents, n_bins = group.astype(np.int64) * m + slot, len(ranks) * m, ranks.shape[1]
+    bins = nested(Problem(costs=costs, sizes=sizes, n_buckets=n_bins, method=method), parent, n_parents, n_bins)
+    if m > 1 and n_bins > 1 and method != "none":
+        bins = _evened(costs, parent, bins, len(ranks), m, n_bins)
+    way = ("inside the groups" if stay else "over all ranks") + (", slot by slot" if per == "microbatch" else "")
+    return Placement(
+        bucket=ranks[group, bins].astype(np.int32), microbatch=slot.astype(np.int32, copy=False), n_microbatches=m, way=way
+    )  # fmt: skip
+
+
+def _evened(costs: np.ndarray, parent: np.ndarray, bins: np.ndarray, n_groups: int, m: int, n_bins: int) -> np.ndarray:
+    """Bins renamed slot by slot, the heaviest to the rank that has done least so far: LPT gives bin 0 the dearest item of every slot."""
+    flat = parent * n_bins + bins
+    loads = np.bincount(flat, weights=costs, minlength=n_groups * m * n_bins).reshape(n_groups, m, n_bins)
+    names, done, rows = np.empty(loads.shape, np.int32), np.zeros((n_groups, n_bins)), np.arange(n_groups)[:, None]
+    for k in range(m):
+        heavy, idle = np.argsort(-loads[:, k], axis=1, kind="stable"), np.argsort(done, axis=1, kind="stable")
+        names[rows, k, heavy] = idle
+        done[rows, idle] += loads[rows, k, heavy]
+    renamed: np.ndarray = names.reshape(-1)[flat]
+    return renamed

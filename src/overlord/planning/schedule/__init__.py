@@ -1,0 +1,133 @@
+"""Mixing schedules, as ``ov.schedule``: the weights of the sources as a function of the step and of what the trainer reported.
+
+A schedule is any ``schedule(step, feedback) -> weights``, weights by source name (what is not named weighs nothing) or
+one for every source in order. It is called once for every planned step, in step order, so it may learn; one that does has
+``state_dict()`` (plain JSON values) and ``load_state_dict(state)``. One with ``prefer(step, candidates) -> scores`` also
+chooses which of the look-ahead candidates a step takes, the lowest scores first. The library's are below; ``register_schedule`` gives yours
+a name that job files know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from overlord.checks import did_you_mean
+from overlord.errors import JobError
+from overlord.job.job import mixture_problems
+from overlord.planning.schedule.base import Base, Constant, Feedback, Part, Schedule, Weights, bind, stable
+from overlord.planning.schedule.curriculum import Curriculum, LengthWarmup, curriculum, length_warmup
+from overlord.planning.schedule.odm import Odm, odm
+from overlord.planning.schedule.schedules import Cosine, Linear, Staged, Temperature, constant, cosine, linear, staged, temperature
+
+__all__ = [
+    "Base", "Constant", "Cosine", "Curriculum", "Feedback", "LengthWarmup", "Linear", "Odm", "Part", "Registered", "Schedule", "Staged",
+    "Temperature", "Weights", "bind", "by_source", "constant", "cosine", "curriculum", "length_warmup", "linear", "make", "odm", "plain",
+    "register_schedule", "staged", "temperature",
+]  # fmt: skip
+
+BUILT_IN: Mapping[str, Callable[..., Any]] = MappingProxyType({
+    "constant": constant, "staged": staged, "linear": linear, "cosine": cosine, "temperature": temperature,
+    "curriculum": curriculum, "length_warmup": length_warmup, "odm": odm,
+})  # fmt: skip
+_registered: dict[str, Callable[..., Any]] = {}
+
+
+class Registered:
+    """A schedule made by a registered factory: itself in all it does, and its name and arguments besides, for job files."""
+
+    def __init__(self, kind: str, arguments: Mapping[str, Any], made: Any):
+        self.kind, self._arguments, self._made = kind, dict(arguments), made
+
+    def __call__(self, step: int, feedback: Feedback) -> Any:
+        return self._made(step, feedback)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_made" not in self.__dict__:  # while it is being copied there is nothing to ask yet
+            raise AttributeError(name)
+        return getattr(self._made, name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Registered) and (self.kind, self._arguments) == (other.kind, other._arguments)
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({', '.join(f'{name}={value!r}' for name, value in self._arguments.items())})"
+
+    @property
+    def fingerprint(self) -> str:
+        own = getattr(self._made, "fingerprint", None)
+        given = ", ".join(f"{name}={stable(value)}" for name, value in self._arguments.items())
+        return f"{self.kind}({given})" + (f" {own}" if isinstance(own, str) else "")
+
+    def parameters(self) -> dict[str, Any]:
+        return dict(self._arguments)
+
+    def bound(self, weights: Mapping[str, float], rows: Mapping[str, int | None]) -> Registered:
+        made = bind(self._made, weights, rows)
+        return self if made is self._made else Registered(self.kind, self._arguments, made)
+
+
+def register_schedule(name: str, factory: Callable[..., Any]) -> Callable[..., Registered]:
+    """Lets job files say ``mixture: {schedule: name, ...}`` with the factory's arguments; the same in Python by what is returned.
+
+    The same name again replaces only the same factory, edited and run anew.
+    """
+    if not isinstance(name, str) or not name or not callable(factory):
+        raise JobError([f"wanted a name and a function, found {name!r} and {factory!r}"], "register_schedule")
+    known = BUILT_IN.get(name) or _registered.get(name)
+    if known is not None and _place(known) != _place(factory):
+        raise JobError([f"the name {name!r} stands for {_place(known)} already; choose another"], "register_schedule")
+    if name not in BUILT_IN:
+        _registered[name] = factory
+    return lambda **arguments: make(name, **arguments)
+
+
+def factories() -> dict[str, Callable[..., Any]]:
+    """All schedules that have a name."""
+    return {**BUILT_IN, **_registered}
+
+
+def make(name: str, /, **arguments: Any) -> Any:
+    """A schedule by its name, as a job file makes it."""
+    if name in BUILT_IN:
+        return BUILT_IN[name](**arguments)
+    if name not in _registered:
+        raise JobError([f"unknown schedule {name!r}{did_you_mean(name, factories())}"], "schedule")
+    made = _registered[name](**arguments)
+    if not callable(made):
+        raise JobError([f"the factory of {name!r} made {made!r}, wanted a function of step and feedback"], "schedule")
+    return Registered(name, arguments, made)
+
+
+def _place(fn: Any) -> str:
+    return f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
+
+
+def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
+    """What a schedule said, checked, as one weight for every source in order. Numbers of numpy are numbers."""
+    given = weights.tolist() if hasattr(weights, "tolist") else weights
+    if not isinstance(given, (Mapping, Sequence)) or isinstance(given, (str, bytes)):
+        raise JobError([f"mixture: wanted weights, by source name or one for each source, found {weights!r}"], "mixture")
+    if not isinstance(given, Mapping):
+        if len(given) != len(names):
+            raise JobError([f"mixture: wanted {len(names)} weights, one for each source, found {len(given)}"], "mixture")
+        given = dict(zip(names, given, strict=True))
+    given = {name: plain(weight) for name, weight in given.items()}
+    known = [given.get(name, 0.0) for name in names]
+    # Every step asks, so what is right is told at a glance; what is wrong may take its time to be named.
+    right = all(type(w) is float and 0 <= w < math.inf for w in known) and any(known) and len(given.keys() & set(names)) == len(given)
+    if not right and (problems := mixture_problems(given, names)):
+        raise JobError(problems, "mixture")
+    return [float(w) for w in known]
+
+
+def plain(weight: Any) -> Any:
+    """A number of whatever library as a float; anything else as it is, for the check to name it."""
+    return float(weight) if isinstance(weight, (int, float, np.integer, np.floating)) and not isinstance(weight, bool) else weight

@@ -1,0 +1,165 @@
+"""Choosing among look-ahead candidates: which of a source's first ``look_ahead * n`` samples make up its n of this step.
+
+How many each source gives is the draw's; which ones may be chosen, by a score for each candidate: those passed over for
+``max_age`` steps come first, then the lowest scores, ties in stream order. The chosen stand in the step as if they had been
+a prefix: in stream order, the k-th of n at (k + 1/2)/n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from overlord.errors import PlanError
+from overlord.hashing import key64, keyed_hash
+from overlord.mesh import ClientPlaceTree
+from overlord.plan.plan import LoadingPlan
+from overlord.planning.balance import binpack
+from overlord.planning.cost import CostFn, asked
+from overlord.planning.draw import step_positions
+from overlord.sample import Buffer
+from overlord.user_code import cannot_take
+
+Prefer = Callable[[Buffer, ClientPlaceTree], np.ndarray]
+IDENTITY = ("source", "epoch", "file", "row", "part")
+
+
+def choose(candidates: Buffer, scores: np.ndarray | None) -> Buffer:
+    """The step's samples, drawn from candidates that stand source by source in stream order."""
+    rows = _picked(candidates, None if scores is None else checked_scores(scores, candidates))
+    order, substep = step_positions(candidates.wanted)
+    return replace(candidates.take(rows[order]), drawn=True, substep=substep, wanted=(), age=None, scores=None)
+
+
+def checked_scores(scores: np.ndarray, candidates: Buffer) -> np.ndarray:
+    try:
+        found = np.asarray(scores, np.float64)
+    except (TypeError, ValueError):
+        found = np.zeros(0) if len(candidates) else np.zeros(1)  # of no shape that could be right
+    if found.shape != candidates.source.shape or np.isnan(found).any():
+        raise PlanError(
+            f"prefer: wanted {len(candidates)} numbers, one for each candidate, found shape {found.shape}"
+            + (" with some that are no number" if np.isnan(found).any() else ""), candidates.step,
+        )  # fmt: skip
+    return found
+
+
+def preferred(prefer: Any, candidates: Buffer, place: ClientPlaceTree) -> np.ndarray:
+    """What the strategy's own function says of the candidates, checked."""
+    problem = cannot_take(prefer, ("candidates", "place")) if callable(prefer) else f"wanted a function, found {type(prefer).__name__}"
+    if problem:
+        raise PlanError(f"prefer: {problem}", candidates.step)
+    return checked_scores(prefer(candidates, place), candidates)
+
+
+def overdue(candidates: Buffer) -> np.ndarray:
+    """Which candidates were passed over as often as they may be."""
+    return np.zeros(len(candidates), bool) if candidates.age is None else candidates.age >= candidates.max_age
+
+
+def _picked(candidates: Buffer, scores: np.ndarray | None) -> np.ndarray:
+    """Rows of the chosen candidates, source by source, in stream order."""
+    wanted = np.sum(candidates.wanted, axis=0)
+    counts = np.bincount(candidates.source, minlength=len(wanted))
+    if (counts < wanted).any():
+        raise PlanError("some candidates of the draw are missing", candidates.step, "call .mix() before .select(sources=...)")
+    if scores is None:
+        scores = np.zeros(len(candidates))
+    best = np.lexsort((scores, ~overdue(candidates), candidates.source))  # stable: ties stay in stream order
+    rank = np.arange(len(best)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.sort(best[rank < np.repeat(wanted, counts)])
+
+
+def fitting(buffer: Buffer, sizes: np.ndarray, n_bins: int, capacity: int) -> np.ndarray:
+    """Rows of a drawn step that can be packed into so many bins, those left longest first; what is left out waits for a later step.
+
+    Packing is best fit, the last resort of every balance method, so that whatever fits here fits there without more microbatches.
+    """
+    first = np.argsort(-buffer.age, kind="stable") if buffer.age is not None else np.arange(len(buffer))
+    enough, too_many = 0, len(first) + 1
+    while too_many - enough > 1:
+        n = (enough + too_many) // 2 if too_many <= len(first) else len(first)
+        if (binpack.best_fit(sizes[first[:n]], n_bins, capacity) != binpack.NOWHERE).all():
+            enough = n
+        else:
+            too_many = n
+    return np.sort(first[:enough])
+
+
+def rows_of(plan: LoadingPlan, buffer: Buffer) -> np.ndarray:
+    """The row of the buffer that each sample of a plan is; refuses a plan with a sample of its own, or one twice."""
+    if len(plan) == len(buffer) and all(getattr(plan, n) is getattr(buffer, n) for n in IDENTITY):
+        rows, known = np.arange(len(buffer)), True
+    else:
+        there, asked = _hashes(buffer), _hashes(plan)
+        order = np.argsort(there, kind="stable")
+        rows = order[np.minimum(np.searchsorted(there[order], asked), max(0, len(order) - 1))] if len(order) else np.zeros(0, np.int64)
+        known = len(rows) == len(asked) and all(np.array_equal(getattr(buffer, n)[rows], getattr(plan, n)) for n in IDENTITY)
+        known = known and len(np.unique(rows)) == len(rows)
+    known = known and np.array_equal(plan.tokens, np.asarray(buffer.meta["tokens"])[rows])
+    if not known or plan.names != buffer.names or plan.step != buffer.step:
+        raise PlanError("the strategy changed the drawn samples", buffer.step, "a strategy chooses and places samples; it adds none")
+    return rows
+
+
+def _hashes(columns: Buffer | LoadingPlan) -> np.ndarray:
+    return keyed_hash(key64("sample"), *(getattr(columns, n).astype(np.int64) for n in IDENTITY))
+
+
+def check_choice(rows: np.ndarray, buffer: Buffer, left_allowed: bool) -> None:
+    """A plan's rows must be a whole choice in the order of the step; with ``left_allowed`` some may be missing, but not all."""
+    if not buffer.wanted:
+        if len(rows) == 0 or (np.diff(rows) <= 0).any() or (len(rows) < len(buffer) and not left_allowed):
+            raise PlanError("the strategy dropped samples, or changed their order", buffer.step, "a strategy places what was drawn")
+        return
+    wanted = np.sum(buffer.wanted, axis=0)
+    counts = np.bincount(buffer.source[rows], minlength=len(wanted))
+    if not np.array_equal(counts, wanted):
+        i = int(np.flatnonzero(counts != wanted)[0])
+        raise PlanError(
+            f"the strategy chose {counts[i]} samples of {buffer.names[i]!r}, the draw wants {wanted[i]}", buffer.step, "call .mix()"
+        )
+    if (~np.isin(np.flatnonzero(overdue(buffer)), rows)).sum() > _unavoidable(buffer, wanted):
+        raise PlanError(f"the strategy passed over a sample for more than max_age={buffer.max_age} steps", buffer.step, "call .mix()")
+    if not np.array_equal(np.sort(rows)[step_positions(buffer.wanted)[0]], rows):
+        raise PlanError("the strategy changed the order of the step", buffer.step, "call .mix(), which keeps it")
+
+
+def _unavoidable(buffer: Buffer, wanted: np.ndarray) -> int:
+    """Overdue samples that cannot all be taken, since the draw wants fewer of their source."""
+    late = np.bincount(buffer.source[overdue(buffer)], minlength=len(wanted))
+    return int(np.maximum(late - wanted, 0).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class HoldLong:
+    """Lets samples dearer than a whole rank's share wait for each other: a step that holds one is as slow as it is, so several in
+    one step cost what one does. They go together when there is one for every rank, or when the oldest may wait no longer."""
+
+    cost: CostFn | str
+
+    def __call__(self, candidates: Buffer, place: ClientPlaceTree) -> np.ndarray:
+        cost = asked(self.cost, candidates.meta, len(candidates))
+        n, ranks = int(np.sum(candidates.wanted)), place.n_buckets("DP")
+        share = binpack.total(cost) / len(cost) * n / ranks if len(cost) else 0.0
+        long, late = cost > share, overdue(candidates)
+        paid = float(cost[late & long].max(initial=0.0))  # the step is as slow as this already
+        if int(long.sum()) >= ranks:
+            paid = max(paid, float(np.sort(cost[long])[-ranks]))
+        return np.where(long, np.where(cost <= paid, -1.0, 1.0), 0.0)
+
+    @property
+    def fingerprint(self) -> str:
+        return f"hold_long({getattr(self.cost, 'fingerprint', self.cost)})"
+
+
+def hold_long(cost: CostFn | str) -> HoldLong:
+    return HoldLong(cost)
+
+
+def counts_of(wanted: Sequence[Sequence[int]], look_ahead: int) -> list[int]:
+    """How many candidates each source may show."""
+    return [look_ahead * n for n in np.sum(wanted, axis=0).tolist()]

@@ -1,0 +1,182 @@
+"""What the planner is given, and the records it keeps: the job as it sees it, running counts, the rows it could not use."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+
+from overlord.batch import Batch
+from overlord.mesh import ClientPlaceTree
+from overlord.messages.constructor import Spoiled
+from overlord.messages.control import AddSource, Cursor, StreamState
+from overlord.plan.plan import LoadingPlan
+from overlord.planning.mixture import Schedule
+from overlord.planning.stream import BadRow
+from overlord.sample import Buffer
+
+KEPT_BAD = 200_000  # quarantined rows that are listed, the latest; all are counted. About 60 MB.
+KEPT_MIX = 64  # steps whose mix is kept, wanted and realised
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSpec:
+    """What the planner must know of a source."""
+
+    name: str
+    n_groups: int
+    epochs: int | None
+    max_bad: int
+    loaders: int = 1
+    files: tuple[str, ...] = ()  # paths, for errors
+    meta: tuple[str, ...] = ()  # names of its own metadata
+    leaves: bool = False  # when its storage is given up, it leaves and the job goes on
+    weight: float = 0.0  # its own: what counts where it was added in mid-run and the mixture does not name it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerSpec:
+    """The job as the planner sees it."""
+
+    sources: tuple[SourceSpec, ...]
+    batch: Batch
+    place: ClientPlaceTree
+    strategy: Callable[[Buffer, ClientPlaceTree], LoadingPlan]
+    schedule: Schedule | Mapping[str, float]  # the planner's own: it may learn
+    seed: int = 0
+    until: str | int = "all"
+    draw: str = "exact"
+    mix_every: str = "step"
+    feedback_lag: int = 8
+    takes_feedback: bool = False
+    prefetch: int = 4
+    read_ahead: int = 2  # steps' worth of samples that loaders hold ready beyond the step being drawn
+    ahead_of: Mapping[int, int] = field(default_factory=dict)  # the same for sources whose reads are slow now and then
+    look_ahead: int = 1  # a step chooses each source's n samples among its first look_ahead * n
+    max_age: int = 8  # steps a sample may be passed over
+    prefer: Callable[[int, Buffer], np.ndarray] | None = None  # the schedule's choice among candidates
+    overflow: str = "grow"  # "defer": what does not fit a step's microbatches is left for a later one
+    sync: str = "microbatch"  # when ranks wait for each other
+    images: bool = False  # some source has images: every plan must say who encodes them
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(s.name for s in self.sources)
+
+    def ends_at(self, step: int) -> bool:
+        """Return whether the job has no step of this number: a state may be past the end of a job that was shortened."""
+        return isinstance(self.until, int) and step >= self.until
+
+    @property
+    def leaves_holes(self) -> bool:
+        """Whether a step may take other samples than the first ones of each source."""
+        return self.look_ahead > 1 or self.overflow == "defer"
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A row that never reached a plan, and why; or a sample one of whose images could not be decoded."""
+
+    source: int
+    epoch: int
+    file: int
+    row: int
+    reason: str
+    part: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewSource:
+    """A source that joins: the event of the log, and what the planner must know of it besides."""
+
+    event: AddSource
+    source: SourceSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mixed:
+    """What one step was mixed of, per source: shares wanted, samples and tokens drawn."""
+
+    step: int
+    wanted: np.ndarray
+    samples: np.ndarray
+    tokens: np.ndarray
+
+
+COUNTS = ("samples", "tokens", "quarantined", "dropped", "long", "lost_tokens")
+PASSED = ("dropped", "long", "lost_tokens")  # counted by streams as they are passed: rows, documents, tokens
+
+
+class Ledger:
+    """Running counts per source, part of the state so that they survive a restart; the last mixes; the rows that failed."""
+
+    def __init__(self, state: StreamState, n_sources: int):
+        self.samples, self.tokens, self.quarantined, self.dropped, self.long, self.lost_tokens = (
+            np.array(state.counts.get(name, np.zeros(n_sources)), np.int64) for name in COUNTS
+        )  # fmt: skip
+        self.mixed: deque[Mixed] = deque(maxlen=KEPT_MIX)
+        self.quarantine: deque[Quarantined] = deque(maxlen=KEPT_BAD)
+        self.spoiled: dict[tuple[int, Quarantined], None] = {}  # with the step; heard of late, so in no count of a state
+        self._listed = int(self.quarantined.sum())  # rows up to the last one listed, in all
+        self._before = np.stack([self.dropped, self.long, self.lost_tokens], axis=1)  # what streams count starts at 0
+
+    def widen(self) -> None:
+        """One more source."""
+        for name in COUNTS:
+            setattr(self, name, np.append(getattr(self, name), 0))
+        self._before = np.append(self._before, np.zeros((1, len(PASSED)), np.int64), axis=0)
+
+    def count(self, plan: LoadingPlan, weights: Sequence[float], active: Sequence[bool]) -> None:
+        n = len(self.samples)
+        samples, tokens = np.bincount(plan.source, minlength=n), np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(np.int64)
+        self.samples += samples
+        self.tokens += tokens
+        wanted = np.where(active, weights, 0.0)
+        if not self.mixed or plan.step > self.mixed[-1].step:
+            self.mixed.append(Mixed(plan.step, wanted / (wanted.sum() or 1.0), samples, tokens))
+
+    def list_bad(self, i: int, rows: list[BadRow]) -> None:
+        """Rows that failed, in the order of planning: where steps are planned again, the same come again."""
+        known = max(0, self._listed - int(self.quarantined.sum()))
+        self.quarantine += [Quarantined(i, *row) for row in rows[known:]]
+        self.quarantined[i] += len(rows)
+        self._listed = max(self._listed, int(self.quarantined.sum()))
+
+    def spoil(self, event: Spoiled) -> None:
+        """Samples that were delivered with an image missing. They count for the record only, never for ``max_bad``: when a step is
+        built must not decide where the stream ends."""
+        for (source, epoch, file, row, part), reason in zip(event.ids.tolist(), event.reasons, strict=True):
+            self.spoiled[event.step, Quarantined(source, epoch, file, row, reason, part)] = None  # a step may be built twice
+        while len(self.spoiled) > KEPT_BAD:
+            del self.spoiled[next(iter(self.spoiled))]
+
+    def adopt(self, before: Ledger) -> None:
+        """Go on behind a ledger that was further: what it lists is not listed again."""
+        self.quarantine, self._listed = before.quarantine, before._listed
+        self.mixed, self.spoiled = before.mixed, before.spoiled
+
+    def bad_rows(self) -> list[Quarantined]:
+        """All that is listed, late news behind the rest and in one order: constructors are not heard in any."""
+        late = sorted(self.spoiled, key=lambda s: (s[0], s[1].source, s[1].epoch, s[1].file, s[1].row, s[1].part, s[1].reason))
+        return [*self.quarantine, *(bad for _, bad in late)]
+
+    def counted_before(self, i: int, passed: Sequence[int], sign: int = 1) -> None:
+        """Leave out what the stream of a source has passed so far: it was counted before the restart. ``sign=-1``: keep it, since
+        another stream takes its place and counts from 0."""
+        self._before[i] -= sign * np.array(passed, np.int64)
+
+    def see_passed(self, passed: Sequence[tuple[int, ...]]) -> None:
+        """Bring the counts of ``PASSED`` up to date with what the stream of every source has passed."""
+        counts = np.fromiter(chain.from_iterable(passed), np.int64, self._before.size).reshape(self._before.shape)
+        self.dropped, self.long, self.lost_tokens = np.ascontiguousarray((self._before + counts).T)
+
+    def counts(self) -> dict[str, np.ndarray]:
+        return {name: getattr(self, name).copy() for name in COUNTS}
+
+
+def initial_state(spec: PlannerSpec) -> StreamState:
+    n = len(spec.sources)
+    return StreamState(step=0, cursors=np.array([Cursor()] * n, np.int64), owed=(0,) * n, active=(True,) * n)

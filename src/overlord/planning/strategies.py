@@ -1,0 +1,140 @@
+"""The strategies that come with the package: each turns a step's drawn samples into a plan.
+
+Write your own as a function ``(buffer, place) -> LoadingPlan`` from the same primitives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from overlord.checks import did_you_mean
+from overlord.errors import JobError
+from overlord.mesh import ClientPlaceTree
+from overlord.plan.plan import LoadingPlan
+from overlord.planning.balance import binpack
+from overlord.planning.balance.balance import Placement
+from overlord.planning.balance.spread import cut_inside
+from overlord.planning.cost import CostFn, fingerprint_of, named, transformer, vit_1b
+from overlord.planning.graph.dgraph import DGraph
+from overlord.planning.images.items import PER
+from overlord.planning.selection import hold_long
+from overlord.sample import Buffer, Ragged
+
+Strategy = Callable[[Buffer, ClientPlaceTree], LoadingPlan]
+DENSE_12B = transformer(hidden=4608, layers=45, heads=36)  # the backbone of the Overlord paper (arXiv 2504.09844); only ratios matter
+VIT_1B = vit_1b  # its encoder
+IMAGES = "image_patches"  # the metadata that says how many patches each image of a sample has
+
+
+def vanilla(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
+    """No planning: sample i goes to rank i mod D, and each rank's samples in stream order into microbatches of equal counts."""
+    return _plan(_samples(buffer, place).balance("none"))
+
+
+def packed(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
+    """Token packing: one global stream cut into microbatches of about equal tokens, dealt out to ranks in turn."""
+    graph, n, context = _samples(buffer, place), place.n_buckets("DP"), buffer.batch.context
+    graph.check_sizes(context)
+    sizes = graph.sizes()
+    m = max(buffer.batch.microbatches, int(binpack.next_fit(sizes, context).max(initial=0)) // n + 1)
+    bins = cut_inside(np.zeros(len(sizes), np.int64), sizes, n_parents=1, n_bins=n * m, capacity=context, by_count=False)
+    found = Placement(bucket=bins % np.int32(n), microbatch=bins // np.int32(n), n_microbatches=m, way="even cuts")
+    return _plan(graph.placed(found, "pack", context))
+
+
+def llm_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
+    """Equal cost over ranks, at every microbatch or over the step, as ``Job.sync`` says."""
+    return _plan(_samples(buffer, place).balance("greedy"))
+
+
+def look_ahead_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
+    """``llm_balance`` that lets samples dearer than a rank's share wait for each other; needs ``Job(look_ahead=...)`` above 1 to choose."""
+    graph = DGraph.from_buffer(buffer, place, meta="tokens").mix(prefer=hold_long(DENSE_12B))
+    return _plan(graph.distribute("DP").cost(DENSE_12B).balance("greedy"))
+
+
+def backbone_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
+    """Equal cost over ranks, as ``Job.sync`` says; inside a rank samples stay in stream order."""
+    return _plan(_samples(buffer, place).balance("greedy", level="inter"))
+
+
+def encoder_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
+    """Equal encoder cost over all ranks, once per step; the samples themselves are dealt out as they come."""
+    images = DGraph.from_buffer(buffer, place).mix().select(IMAGES).distribute("WORLD").cost(VIT_1B).balance("greedy")
+    return _samples(buffer, place).balance("none").broadcast_at("TP").plan(encoder=images)
+
+
+def vlm(
+    encoder: CostFn | str = VIT_1B, backbone: CostFn | str = DENSE_12B, *, per: str = "iteration", joint: bool | None = None,
+    merge: int = 1, images: str = IMAGES, method: str = "greedy", objective: str | None = None,
+) -> Strategy:  # fmt: skip
+    """A strategy for models with an encoder: images are balanced over all ranks, samples over replicas.
+
+    ``encoder`` and ``backbone`` are what an image and a sample cost, in one unit. ``per``: the encoder runs once per step
+    (``"iteration"``: best balance, outputs of the whole step in memory) or before every microbatch (``"microbatch"``).
+    ``joint``: one cost for a sample and its images, which stay with the ranks of its replica, so that no output leaves it; ``None``
+    does so where replicas are single ranks or CP groups. ``merge``: see ``DGraph.select``.
+    ``objective``: when replicas wait for each other, by default as ``Job.sync`` says, see ``DGraph.balance``.
+    """
+    if per not in PER:
+        raise JobError([f"strategy.vlm: unknown per={per!r}; known: {', '.join(PER)}"])
+
+    def vlm_hybrid(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
+        drawn = DGraph.from_buffer(buffer, place).mix()
+        items = drawn.select(images, merge=merge).distribute("WORLD").cost(encoder)
+        together = place.tp * place.pp == 1 if joint is None else joint
+        texts = drawn.select("tokens").distribute("DP").cost(backbone)
+        weighed = _weighed_with(texts, items) if together else texts
+        samples = weighed.balance(method, objective=objective).broadcast_at("TP")
+        samples = replace(samples, costs=texts.costs)  # what is told of the backbone is its own cost
+        everywhere = per == "iteration" and not together
+        return samples.plan(encoder=items.balance(method) if everywhere else items.follow(samples, method, per=per, stay=together))
+
+    costs = ", ".join(fingerprint_of(named(cost)) for cost in (encoder, backbone))
+    vlm_hybrid.fingerprint = f"vlm({costs}, {per}, {joint}, {merge}, {images}, {method}, {objective})"  # type: ignore[attr-defined]
+    return vlm_hybrid
+
+
+def _weighed_with(samples: DGraph, items: DGraph) -> DGraph:
+    """Samples that cost what they and their items cost."""
+    assert samples.costs is not None
+    assert items.costs is not None
+    return replace(samples, costs=samples.costs + np.bincount(items.sample, weights=items.costs, minlength=len(samples.costs)))
+
+
+vlm_hybrid = vlm()
+
+
+def _samples(buffer: Buffer, place: ClientPlaceTree) -> DGraph:
+    return DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute("DP").cost(DENSE_12B)
+
+
+def _plan(samples: DGraph) -> LoadingPlan:
+    """Samples as placed. Their images, where they have any, are encoded by the ranks of their replica in turn."""
+    buffer, samples = samples.buffer, samples.broadcast_at("TP")
+    if not isinstance(buffer.meta.get(IMAGES), Ragged) and IMAGES not in buffer.absent:
+        return samples.plan()
+    images = DGraph.from_buffer(buffer, samples.tree).mix().select(IMAGES).distribute("WORLD").cost(VIT_1B)
+    return samples.plan(encoder=images.follow(samples, "none", stay=True))
+
+
+STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
+    {
+        "vanilla": vanilla, "packed": packed, "llm_balance": llm_balance, "backbone_balance": backbone_balance,
+        "look_ahead_balance": look_ahead_balance, "encoder_balance": encoder_balance, "vlm_hybrid": vlm_hybrid,
+    }
+)  # fmt: skip
+
+
+def resolve(strategy: Any) -> Strategy:
+    """A strategy by its name, or the function itself."""
+    if callable(strategy):
+        return strategy
+    if strategy not in STRATEGIES:
+        raise JobError([f"strategy: unknown strategy {strategy!r}{did_you_mean(strategy, STRATEGIES)}"])
+    return STRATEGIES[strategy]

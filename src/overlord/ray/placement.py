@@ -1,0 +1,56 @@
+"""Where an actor on Ray is to be, and what is asked for it there, before Ray is told. Nothing of Ray is imported in this file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from overlord.ray.node_choice import Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What Ray is told of where an actor is to be."""
+
+    num_cpus: float = 0.0
+    memory: float | None = None
+    resources: tuple[tuple[str, float], ...] = ()
+    node: str | None = None  # its id
+    labels: tuple[tuple[str, str], ...] = ()  # that a node must have; where none is named
+
+    @property
+    def asks(self) -> bool:
+        """Whether it is given a process only where there is room for it."""
+        return self.num_cpus > 0 or bool(self.memory) or bool(self.resources)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is Ray that finds a node, and waits until one has room."""
+        return self.node is None and (self.asks or bool(self.labels))
+
+    @property
+    def wanted(self) -> str:
+        """What is asked for, in words."""
+        found = f"{self.num_cpus:g} core{'s' * (self.num_cpus != 1)} and {(self.memory or 0.0) / 2**20:.0f} MB"
+        return found + "".join(f" and {key}={value:g}" for key, value in self.resources) + "".join(f", {k}={v}," for k, v in self.labels)
+
+    def options(self) -> dict[str, Any]:
+        """In Ray's words, but for the node."""
+        found: dict[str, Any] = {"num_cpus": self.num_cpus, "max_restarts": 0, "max_task_retries": 0}
+        if self.memory:
+            found["memory"] = self.memory
+        if self.resources:
+            found["resources"] = dict(self.resources)
+        if self.labels:
+            found["label_selector"] = dict(self.labels)
+        return found
+
+
+def no_room(place: Place, nodes: Sequence[Node]) -> str:
+    """What is waited for where Ray was asked for more than any node has idle."""
+    kinds = [key for key, _ in place.resources]  # what is asked for by name may be what is missing
+    more = [" and ".join(f"{key}={n.idle_resources.get(key, 0.0):g}" for key in kinds) for n in nodes]
+    had = [f"{n.name or n.address} {n.idle_cores:g} cores and {n.idle_memory / 2**20:.0f} MB" for n in nodes]
+    idle = ", ".join(f"{one} and {kept}" if kept else one for one, kept in zip(had, more, strict=True))
+    return f"a node with {place.wanted} idle (there are {idle or 'none'}): an autoscaler may add one, or others leave"

@@ -1,0 +1,457 @@
+"""The engine of a session whose planner has a process of its own: the launching process starts processes and asks; it plans nothing.
+
+Everything here but ``prepare_source``, ``address_for`` and ``close`` runs in the session's pump, and waits there for the planner: whatever
+is posted to that pump needs the planner anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from overlord.client.local_queue import InsideBox
+from overlord.client.remote_queue import RemoteInbox
+from overlord.cluster.coordinator_actor import Counted
+from overlord.cluster.event_outbox import Sayings
+from overlord.cluster.launcher import PLANNER, START_S, Parts
+from overlord.cluster.worker_factory import SIDE_BY_SIDE
+from overlord.concurrency.event_loop import Pump
+from overlord.concurrency.platform import Machine
+from overlord.errors import ActorLost, DataStall, JobError, OverlordError
+from overlord.journal.write_ahead import UNWRITTEN, Beginning
+from overlord.messages.control import Cursor, Finish, Report, SourceLost, Stage, StreamState
+from overlord.planning.spec import NewSource, Quarantined
+from overlord.rpc.actors import Control
+from overlord.sample import Buffer
+from overlord.setup.prepared_job import Blueprint
+
+log = logging.getLogger("overlord")
+
+REPORT_S = 600.0  # nobody waits for it, and all that comes behind it needs the planner too
+WHY_S = 0.8  # whoever asks why it waits gives the pump a second
+WHERE_S = 0.8  # who asks where a constructor is asks again, and has a second
+TAKEN_S = 2.0  # for a constructor host to say how far a rank is
+
+
+class FarPlans:
+    """The plans that a planner elsewhere keeps, fetched when they are looked at."""
+
+    def __init__(self, parts: Parts):
+        self._parts = parts
+
+    def of(self, step: int) -> list[Stage]:
+        """One plan alone, if it is kept: they may be large."""
+        stages: list[Stage] = self._parts.ask("stages", step)
+        return stages
+
+    def steps(self) -> list[int]:
+        steps: list[int] = self._parts.ask("steps")
+        return steps
+
+    def __iter__(self) -> Iterator[Stage]:
+        stages: list[Stage] = self._parts.ask("stages")
+        return iter(stages)
+
+
+class FarPlanner:
+    """A planner elsewhere, as far as a session reads it. Nothing is kept here but how the job ended."""
+
+    def __init__(self, parts: Parts):
+        self._parts = parts
+        self.finished: Finish | None = None
+        self.listed: dict[Quarantined, None] = {}
+        self.spoiled: dict[Quarantined, None] = {}
+
+    @property
+    def spec(self) -> SimpleNamespace:
+        return SimpleNamespace(names=self._parts.blueprint.job.names)
+
+    @property
+    def ledger(self) -> SimpleNamespace:
+        return SimpleNamespace(bad_rows=self.bad_rows)
+
+    def bad_rows(self) -> list[Quarantined]:
+        """Of this planner, and of those before it, whose rows were listed here."""
+        try:
+            rows: list[Quarantined] = self._parts.ask("bad_rows")
+        except ActorLost:  # there will be no other planner
+            rows = []
+        now = set(rows)
+        before = [row for row in self.listed if row not in now]
+        return [*before, *rows] + [row for row in self.spoiled if row not in now]
+
+    @property
+    def open_step(self) -> int:
+        return int(self._parts.ask("open_step"))
+
+    @property
+    def next_step(self) -> int:
+        return self.state().step
+
+    def state(self) -> StreamState:
+        state: StreamState = self._parts.ask("state")
+        return state
+
+    def refuse_planned(self, step: int) -> None:
+        self._parts.ask("refuse_planned", step)
+
+    def summary_buffer(self) -> Buffer:
+        buffer: Buffer = self._parts.ask("summary_buffer")
+        return buffer
+
+    def counted(self) -> Counted:
+        counted: Counted = self._parts.ask("counted")
+        return counted
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """Of a stage that was planned elsewhere, what whoever serves clients must know."""
+
+    plan: Any  # its number alone
+    after: StreamState
+    skipped: bool
+
+
+class PlannedEngine:
+    """``ProcessHost`` as the session sees it, while the real one is in the planner's process."""
+
+    def __init__(
+        self, blueprint: Blueprint, state: StreamState | None, pump: Pump, generation: int = 0, *, control: Control, machine: Machine
+    ):  # fmt: skip
+        self._pump, self._number = pump, generation
+        self._boxes: list[RemoteInbox] = []  # of clients in this process
+        self.on_stage: list[Callable[[Any], None]] = []
+        self.on_lost: list[Callable[[SourceLost], None]] = []
+        self.on_late: list[Callable[[Any], None]] = []
+        self._sayings = Sayings()
+        self.on_taken: Callable[[int, int], None] = lambda rank, step: None
+        self._parts = Parts(blueprint, generation, self._heard, control, machine)
+        self.planner, self.plans = FarPlanner(self._parts), FarPlans(self._parts)
+        self._bucket_of = {rank: b for b, ranks in enumerate(blueprint.job.place.buckets("DP")) for rank in ranks}
+        self._addresses: dict[Any, str] = {}  # of constructor hosts, by handle
+        self._known: dict[str, str] = {}  # the last one by name
+        self._outside: dict[Any, str] = {}
+        self._asked: dict[tuple[Any, str], Future[Any]] = {}  # of constructor hosts: answers that are here, or to come
+        self._asking = threading.Lock()
+        self._door: tuple[str, str] | None = None
+        self._without: tuple[int, Blueprint | None] = (-1, None)  # the host of the last source that was to join, and the job before it
+        self._deaf: threading.Timer | None = None  # when it is over: until those are ended who did not hear so
+        self._closed = False
+        self.recoveries: list[dict[str, Any]] = []
+        self.journal = UNWRITTEN  # of this process: the planner writes
+        try:
+            self._parts.begin(state)
+            self._constructor_addresses()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def absent(self) -> str:
+        """What a client waits for while there is no planner, in words; else empty."""
+        return self._parts.absent
+
+    def _heard(self, event: tuple[Any, ...]) -> None:
+        if self._closed:
+            return  # another engine may serve the same clients by now
+        match event:
+            case ("staged", int(step), StreamState() as after, bool(skipped)):
+                for watcher in self.on_stage:
+                    watcher(StagedStep(SimpleNamespace(step=step), after, skipped))
+            case ("taken", int(rank), int(step)):
+                self.on_taken(rank, step)
+            case ("bad", list(rows), list(late)):
+                self.planner.listed.update(dict.fromkeys(rows))
+                self.planner.spoiled.update(dict.fromkeys(late))
+            case ("lost", SourceLost() as gone):
+                for told in self.on_lost:
+                    told(gone)
+            case ("said", said):
+                self._sayings.heard(said)
+            case ("found", list(events)):
+                self._sayings.found(events)
+            case ("reports", int(mark)):
+                self._pump.post(lambda: self._all_reported(mark))
+            case ("recovered", dict(row)):
+                self.recoveries.append(row)
+            case ("finish", None) if self._parts.is_over:
+                pass  # a last word of one that was given up since
+            case ("finish", (Finish() | None) as finish):
+                self.planner.finished = finish
+            case ("over", Exception() as error):
+                self._end_all(error)
+            case _:
+                raise TypeError(f"a planner tells of {event!r:.80}")
+
+    def _end_all(self, error: Exception) -> None:
+        """There is no planner, and there will be none: constructor hosts tell their clients, behind the steps that are complete. One that
+        stands still tells nobody, and no planner is there to miss it: it is ended, and its clients find that out."""
+        finish, control = Finish(self._parts.acked + 1, error), self._parts.control
+        self.planner.finished = self.planner.finished or finish
+        hosts = [h for name, h in list(self._parts.hosts.items()) if name.startswith("constructor-host/") and h.alive and not self._closed]
+        told = {host: control.call(host, "do", [finish]) for host in hosts}
+
+        def end_the_deaf() -> None:
+            for host, answer in told.items():
+                if not answer.done() and not self._closed:
+                    log.warning("%s is killed: it did not hear that the job is over", host.name)
+                    self._parts.end(host)
+
+        self._deaf = threading.Timer(self._parts.blueprint.options.lost_after_s, end_the_deaf)
+        self._deaf.daemon = True
+        self._deaf.start()
+
+    def write_beginning(self, beginning: Beginning) -> None:
+        """The journal is held here until the planner takes it."""
+        beginning.journal.close()
+        self._parts.open_journal(beginning.anew, beginning.floor, beginning.journal.launch)
+
+    # clients
+
+    def attach(self, mailboxes: Mapping[int, Any]) -> None:
+        self._parts.attached |= set(mailboxes)
+        self._parts.ask("attach", sorted(mailboxes))
+
+    def detach(self, rank: int) -> None:
+        if rank in self._parts.attached:
+            self._parts.attached.discard(rank)  # a planner that comes later is told of no other
+            with contextlib.suppress(ActorLost, DataStall):
+                self._parts.ask("detach", rank)
+
+    def stop(self) -> None:
+        """Whoever was attached is no more: its processes are gone."""
+        self._parts.attached.clear()
+
+    def consumed(self, ranks: Sequence[int], step: int) -> None:
+        """Constructor hosts tell it themselves. What was said to one that died is heard here; and it is known when the job ends before they
+        did."""
+        if self._parts.attached <= set(ranks):
+            self._parts.acked = max(step, self._parts.acked)
+        self._parts.tell("consumed", list(ranks), step)
+
+    def inbox(self, rank: int, next_step: int) -> InsideBox:
+        prefetch = self._parts.blueprint.options.prefetch
+        return InsideBox(
+            rank, lambda: self.address_for(rank), next_step=next_step, generation=self._number, prefetch=prefetch, beside=self._boxes
+        )
+
+    def address_for(self, rank: int) -> tuple[str, str]:
+        """From any thread, also while there is no planner."""
+        return self._address_for(rank, WHERE_S), self._parts.token
+
+    def _address_for(self, rank: int, wait_s: float) -> str:
+        host = self._constructor(rank)
+        if host not in self._addresses:
+            self._addresses[host] = self._known[host.name] = self._of_host(host, wait_s, "address")
+        return self._addresses[host]
+
+    def listen(self, host: str, token: str) -> None:
+        self._door, self._parts.watched = (host, token), True
+        self._parts.ask("watch")
+        for rank in self._bucket_of:
+            with contextlib.suppress(DataStall):  # it is being started again: whoever connects is told where it is then
+                self._outside_for(rank, START_S)
+
+    def outside(self, rank: int) -> tuple[str, str]:
+        return self._outside_for(rank, WHERE_S), ""
+
+    def _outside_for(self, rank: int, wait_s: float) -> str:
+        host = self._constructor(rank)
+        if host not in self._outside:
+            assert self._door is not None
+            self._outside[host] = self._of_host(host, wait_s, "listen", *self._door)
+        return self._outside[host]
+
+    def taken_by(self, rank: int) -> int | None:
+        """The last step that a rank's client took, as its constructor host knows. None: it is being replaced, and what it alone knew is
+        not known any more. ``DataStall``: it lives, and does not say."""
+        host, control = self._parts.hosts.get(self._constructor_name(rank)), self._parts.control
+        if host is None or not host.alive:
+            return None
+        try:
+            return int(control.get(control.call(host, "taken", rank), TAKEN_S))
+        except ActorLost:
+            return None
+
+    def _constructor_name(self, rank: int) -> str:
+        return f"constructor-host/{self._parts.constructor_of[self._bucket_of[rank]]}"
+
+    def _constructor(self, rank: int) -> Any:
+        name = self._constructor_name(rank)
+        host = self._parts.hosts.get(name)
+        if host is None or not host.alive:
+            raise self._missed(name)
+        return host
+
+    def _missed(self, name: str) -> Exception:
+        finish = self.planner.finished
+        if finish is not None and (isinstance(finish.error, ActorLost) or (finish.error is not None and self._parts.is_over)):
+            return finish.error
+        return DataStall(f"{name} to be started again", 0.0)
+
+    def _of_host(self, host: Any, wait_s: float, method: str, *args: Any) -> str:
+        """Asked once, whoever wants it: one that is being started answers later, and who asks for many must not wait for it."""
+        control = self._parts.control
+        with self._asking:
+            answer = self._asked.get((host, method))
+            if answer is None or (answer.done() and answer.exception() is not None):
+                answer = self._asked[host, method] = control.call(host, method, *args)
+        try:
+            return str(control.get(answer, wait_s))
+        except (ActorLost, DataStall):
+            raise self._missed(host.name) from None
+
+    # what happens to the job
+
+    def event(self, event: Any) -> None:
+        """Taken by the planner when this returns, and written to its journal."""
+        if isinstance(event, Report):
+            self.report(event)
+        else:
+            self._sayings.say(event, lambda: self._say(event), lambda: self._came_late(event))
+
+    def settle(self) -> None:
+        """Before anything else is said: what was given up has happened, or never will. A planner does what it is asked in that order."""
+        if self._sayings.unsettled:
+            self._sayings.settle(self._parts.ask("said"))
+
+    def _came_late(self, event: Any) -> None:
+        for told in self.on_late:
+            told(event)
+
+    def _say(self, event: Any) -> None:
+        self._parts.ask("event", event, done=lambda: event in self._parts.ask("said"))
+
+    def report(self, report: Report) -> bool | None:
+        """Whether it came in time for a plan. Kept here until a planner has it; None: none has answered, and none will.
+
+        Kept before it is answered: a planner that has accepted it, and dies, may be followed by another before this is known.
+        """
+        key, before = (report.step, report.rank), self._parts.reports
+        self._keep(report)
+        try:
+            used = bool(self._parts.ask("report", report, timeout_s=REPORT_S))
+            if not used:
+                others = {k: kept for k, kept in self._parts.reports.items() if k != key}
+                self._parts.reports = others | ({key: before[key]} if key in before else {})
+            return used
+        except OverlordError as fault:
+            if not self._closed and not isinstance(fault, (ActorLost, DataStall)):
+                raise
+            if not self._closed:  # else the session was moved, or is over
+                log.warning("no planner hears the report of rank %d on step %d: %s", report.rank, report.step, fault)
+            return None
+
+    def _all_reported(self, mark: int) -> None:
+        """In the pump, behind every report that was made before the planner asked."""
+        with contextlib.suppress(OverlordError):  # the session is moved, or over: whoever asked is gone
+            self._parts.ask("all_reported", mark)
+
+    def _keep(self, report: Report) -> None:
+        """A planner has accepted it, and may die before it is written: the next one is told of it as it begins."""
+        job, prefetch = self._parts.blueprint.job, self._parts.blueprint.options.prefetch
+        oldest = report.step - job.feedback_lag - prefetch
+        kept = {key: r for key, r in self._parts.reports.items() if r.step >= oldest} if self._parts.reports else {}
+        self._parts.reports = kept | {(report.step, report.rank): report}
+
+    def prepare_source(self, blueprint: Blueprint) -> int:
+        """A host of its own for a source that joins."""
+        parts, i = self._parts, len(blueprint.job.sources) - 1
+        before, h = parts.blueprint, parts.next_host
+        parts.next_host += 1
+        parts.blueprint = blueprint.with_loaders((*parts.hosting.loaders, blueprint.loaders_of(i)), SIDE_BY_SIDE)
+        parts.kits[h], self._without = (i,), (h, before)
+        try:
+            host = parts.recipes.loader_host(h, [i], parts.blueprint.openings(i, Cursor()), self._constructor_addresses())
+            parts.prepared(host)
+            parts.control.get(parts.control.call(host, "do", []), START_S)
+        except BaseException:
+            self.drop_prepared(h)
+            raise
+        finally:
+            parts.preparing.discard(f"loader-host/{h}")
+        return h
+
+    def _constructor_addresses(self) -> dict[int, str]:
+        """Of one that is being started again where the last one was: the planner will tell of the new one."""
+        for rank in self._bucket_of:
+            with contextlib.suppress(DataStall):
+                self._address_for(rank, START_S)
+        return {int(name.rpartition("/")[2]): address for name, address in self._known.items()}
+
+    def drop_prepared(self, prepared: int) -> None:
+        self._parts.kits.pop(prepared, None)
+        of, before = self._without
+        if of == prepared and before is not None:  # a planner that comes later is not to know of it
+            self._parts.blueprint = before
+        host = self._parts.hosts.pop(f"loader-host/{prepared}", None)
+        if host is not None and not self._closed:
+            self._parts.recipes.end(prepared, host)
+
+    def add_source(self, new: NewSource, prepared: int, budget_bytes: int, joined: Callable[[], None] = lambda: None) -> None:
+        parts = self._parts
+        host, n = parts.hosts[f"loader-host/{prepared}"], new.source.loaders
+        if not host.alive:
+            raise ActorLost(host.name, "it died before its source could join")
+
+        def ask() -> None:
+            fingerprint = dict(parts.blueprint.fingerprint)
+            parts.ask("add_source", new, prepared, fingerprint, budget_bytes, done=lambda: new.event in parts.ask("said"))
+
+        def takes_part() -> None:
+            parts.joined(prepared, n)
+            joined()
+
+        self._sayings.say(new.event, ask, takes_part)
+        takes_part()
+
+    def move(self, source: int, hosts: Sequence[str]) -> None:
+        self._parts.ask("move", source, list(hosts))
+
+    def spread(self, source: int, n: int) -> bool:
+        return bool(self._parts.ask("spread", source, n))
+
+    # what people ask
+
+    def waiting_for(self, rank: int) -> str:
+        planner = self._parts.planner
+        if self.absent or planner is None:
+            return self.absent
+        try:
+            return str(self._parts.control.get(self._parts.control.call(planner, "waiting_for", rank), WHY_S))
+        except DataStall as silent:
+            return f"the planner, which does not say what it does ({silent})"
+        except ActorLost as lost:
+            return self.absent or f"the planner, which is being started again ({lost.reason})"
+
+    def figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = self._parts.ask("figures")
+        for what, n in self._parts.written_before().items():
+            figures["journal"][what] = figures["journal"].get(what, 0) + n
+        return figures | {"recoveries": list(self.recoveries), "placement": self._parts.recipes.placement.figures()}
+
+    def kill(self, name: str) -> None:
+        """For drills: the real thing."""
+        every = {PLANNER: self._parts.planner, **self._parts.hosts}
+        if (handle := every.get(name)) is None:
+            raise JobError([f"no process of this job is called {name!r}; there are {', '.join(every)}"], "kill")
+        self._parts.control.kill(handle)
+
+    def broke(self, error: Exception) -> None:
+        self._end_all(error)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._deaf is not None:
+            self._deaf.cancel()
+        self._parts.close()
+
+    def check(self) -> None:
+        """The planner's process checks itself."""

@@ -1,0 +1,305 @@
+"""``join``: one call in every process of a distributed job. One rank serves, the others connect: never one pipeline for each rank.
+
+The address and the token travel by the store of the process group, or by torchrun's rendezvous. All ranks raise the
+error of a launch that fails on rank 0; none waits for its session.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ipaddress
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from overlord.client.client import Client
+from overlord.client.connect import connect
+from overlord.client.world import JOINED, World, world_here
+from overlord.errors import ActorLost, DataStall, JobError
+from overlord.job.job import Job
+from overlord.session.launch import launch
+from overlord.setup.job_agreement import difference, parts_of
+from overlord.transport.codec import decode, encode
+from overlord.transport.frame import pack, unpack
+
+if TYPE_CHECKING:
+    from overlord.session.session import Session
+
+log = logging.getLogger("overlord")
+
+LOOK_S = 0.1  # between looks into the store: its own wait cannot be interrupted
+HEARD_S = 10.0  # for all ranks to hear of a failure before the one who keeps the store goes
+WARN_S = 30.0  # as a client's: it says what it waits for, again and again
+SHOWN = 16  # ranks that are named
+STALLS = ("stall_warn_s", "stall_limit_s", "on_stall")
+_calls = count()  # every rank joins the same jobs in the same order
+
+
+def join(job: Job, *, rank: int | None = None, timeout_s: float = 600.0, leave_s: float = 60.0, **launch_options: Any) -> Client:
+    """Return the client of this process's rank. Rank 0 launches the job and serves it, the others connect.
+
+    Rank and world size are those of ``torch.distributed`` where it is initialised, else ``RANK`` and ``WORLD_SIZE``. The world size must
+    be that of ``job.place``. A process without either launches the job for itself; its mesh has one rank, else the call is refused.
+
+    The client of rank 0 has the session as ``client.session`` and ends it when it is
+    closed, after the others have left (or ``leave_s``). ``timeout_s``: for rank 0 to launch. A rank whose job is not that
+    of rank 0 is refused. Between nodes the session binds to the address of ``MASTER_ADDR``, or ``OVERLORD_HOST``.
+    """
+    if not isinstance(job, Job):
+        raise JobError([f"wanted a Job, found {type(job).__name__}"], "join")
+    here = checked_world(job)
+    if here is None or here.size == 1:
+        session = launch(job, **launch_options)
+        return _owning(session, session.client(rank or 0), 0.0)
+    rank, world = here.rank if rank is None else rank, here.size
+    stalls = {name: launch_options[name] for name in STALLS if name in launch_options}
+    store = _Board(rank, world, timeout_s, stalls)
+    if rank == 0:
+        return _serve(job, store, leave_s, launch_options)
+    said = store.read()
+    if isinstance(said.get("error"), BaseException):
+        raise said["error"]
+    if (differs := difference(job, rank, said["job"])) is not None:
+        raise differs
+    return connect(said["address"], rank, said["token"], **stalls)
+
+
+def checked_world(job: Job) -> World | None:
+    """Return the world that this process joins with; refuse one that the job's mesh does not fit. None: this process is alone."""
+    here, place = world_here("join"), job.place
+    if here is not None and here.size != place.world_size:
+        raise JobError(
+            [f"place: wanted the {here.size} ranks of {here.named}, found {place.world_size} in {place}; give the job that mesh, "
+             f"as ClientPlaceTree.from_env(world_size={here.size}) does. "
+             "For a job of this process alone: overlord.launch(job), then session.client(rank)"], "join",
+        )  # fmt: skip
+    if here is None and place.world_size > 1:
+        raise JobError(
+            [f"place: expected one rank, since this process has neither a process group nor RANK and WORLD_SIZE, got {place.world_size} in "
+             f"{place}; {JOINED}. For all ranks in one process: overlord.launch(job), then session.client(rank)"], "join",
+        )  # fmt: skip
+    return here
+
+
+def _serve(job: Job, store: _Board, leave_s: float, launch_options: dict[str, Any]) -> Client:
+    session: Session | None = None
+    try:
+        host, parts = serving_host(store), parts_of(job)
+        session = launch(job, **launch_options)
+        client = session.client(0)
+        served = session.serve(host=host)
+    except BaseException as error:
+        if session is not None:
+            session.close()
+        store.write({"error": error})
+        store.wait_until_all_read(HEARD_S)
+        raise
+    store.write({"address": served.address, "token": served.token, "job": parts})
+    return _owning(session, client, leave_s, store)
+
+
+def _owning(session: Session, client: Client, leave_s: float, store: _Board | None = None) -> Client:
+    """Closing this client ends the session, once nobody else needs it. Where rank 0 keeps the store, it lives as long."""
+    client.session, leave = session, client._close
+
+    def close(store: _Board | None = store) -> None:
+        atexit.unregister(at_exit)
+        leave()
+        if not client._failed and session._serving is not None:
+            session._serving.wait_until_left(leave_s)
+        session.close()
+
+    def at_exit() -> None:
+        """A trainer that ends without a word must not take the steps of the others with it; one that failed goes at once."""
+        client._failed = client._failed or getattr(sys, "last_value", None) is not None
+        client.close()
+
+    client._close = close
+    atexit.register(at_exit)
+    return client
+
+
+class _Board:
+    """Where rank 0 writes and the others read: torchrun's store, with a name of its own for every call and every restart."""
+
+    def __init__(self, rank: int, world: int, timeout_s: float, stalls: Mapping[str, Any]):
+        self._rank, self._world, self._deadline = rank, world, time.monotonic() + timeout_s
+        self._least_s = min(HEARD_S, timeout_s)  # for the others to come behind a launch that took all the time there was
+        self._warn_s, self._on_stall = float(stalls.get("stall_warn_s", WARN_S)), stalls.get("on_stall")
+        self._store = _store(rank, world, timeout_s)
+        self._key = f"overlord/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_calls)}"
+        self._store.set(f"{self._key}/node/{rank}", _node())
+
+    def write(self, value: dict[str, Any]) -> None:
+        self._set(self._key, value)
+
+    def read(self) -> dict[str, Any]:
+        self._until(self._key, lambda: "rank 0 to launch the job and to say where it serves it", self._deadline)
+        said = self._get(self._key)
+        self._store.add(f"{self._key}/read", 1)
+        return said
+
+    def meet(self, problem: str = "") -> None:
+        """Until every rank has come here: what follows is a collective, which says nothing of who is missing. ``problem``: why this
+        rank does not go on, and so nobody can."""
+        wrong, came, gave_up = (f"{self._key}/{name}" for name in ("wrong", "came", "gave_up"))
+        if self._store.check([gave_up]):
+            raise JobError([f"this rank comes too late: {self._store.get(gave_up).decode()}; raise timeout_s"], "join")
+        if problem:
+            self._store.set(wrong, f"rank {self._rank} joined with another job than rank 0: {problem}")
+        self._store.set(f"{came}/{self._rank}", "")
+        if self._store.add(came, 1) == self._world or problem:
+            self._store.set(f"{self._key}/all", "")
+        try:
+            self._until(f"{self._key}/all", self._missing, max(self._deadline, time.monotonic() + self._least_s))
+        except DataStall as stall:
+            self._store.set(gave_up, str(stall))
+            raise
+        if self._store.check([wrong]) and not problem:
+            raise JobError([self._store.get(wrong).decode()], "join")
+
+    def is_one_node(self) -> bool:
+        """Whether all ranks share a machine: as the launcher says, or, where it does not, once every rank has written its own."""
+        if said := os.environ.get("LOCAL_WORLD_SIZE"):
+            if not said.isdecimal():
+                raise JobError(
+                    [f"LOCAL_WORLD_SIZE: expected a whole number, got {said!r}; unset it, or let the launcher set the ranks of each node"],
+                    "join",
+                )
+            return int(said) >= self._world
+        for rank in range(self._world):
+            self._until(f"{self._key}/node/{rank}", lambda: self._missing("node"), self._deadline)
+        return len({bytes(self._store.get(f"{self._key}/node/{rank}")) for rank in range(self._world)}) == 1
+
+    def _missing(self, noted: str = "came") -> str:
+        absent = [rank for rank in range(self._world) if not self._store.check([f"{self._key}/{noted}/{rank}"])]
+        return f"{ranks(absent)} to join; every rank of the world must call it, with the same job"
+
+    def add_note(self, name: str, value: dict[str, Any]) -> None:
+        with contextlib.suppress(Exception):  # the store has gone, and with it whoever would read
+            n = self._store.add(f"{self._key}/{name}", 1)
+            self._set(f"{self._key}/{name}/{n}", value)
+
+    def note(self, name: str, n: int) -> dict[str, Any] | None:
+        """The nth of these notes, if there is one."""
+        with contextlib.suppress(Exception):
+            if self._store.check([f"{self._key}/{name}/{n}"]):
+                return self._get(f"{self._key}/{name}/{n}")
+        return None
+
+    def _set(self, key: str, value: dict[str, Any]) -> None:
+        self._store.set(key, b"".join(bytes(piece) for piece in pack(*encode(value))))
+
+    def _get(self, key: str) -> dict[str, Any]:
+        frame = unpack(self._store.get(key))
+        said: dict[str, Any] = decode(frame.header, frame.columns)
+        return said
+
+    def _until(self, key: str, words: Callable[[], str], deadline: float) -> None:
+        """Until the store has this key; says what it waits for, and gives up at the deadline."""
+        start, warn_at = time.monotonic(), self._warn_s
+        while not self._has(key):
+            waited = time.monotonic() - start
+            if time.monotonic() >= deadline:
+                raise DataStall(words(), waited, rank=self._rank)
+            if waited >= warn_at:
+                warn_at = waited + max(1.0, self._warn_s)
+                self._stalls(words(), waited)
+            time.sleep(LOOK_S)
+
+    def _has(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError as fault:
+            raise ActorLost("the store in which ranks meet", f"whoever keeps it (torchrun, or rank 0) has ended: {fault}") from fault
+
+    def _stalls(self, words: str, seconds: float) -> None:
+        if self._on_stall is not None:
+            self._on_stall(words, seconds)
+        else:
+            log.warning("rank %d has waited %.0f s for %s", self._rank, seconds, words)
+
+    def left(self) -> None:
+        """This rank needs the session no more, though it has no connection that would tell."""
+        with contextlib.suppress(Exception):  # the store has gone, and with it whoever would wait
+            self._store.add(f"{self._key}/left", 1)
+
+    def wait_until_left(self, n: int, timeout_s: float) -> None:
+        """Until so many ranks without a connection have left."""
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(Exception):
+            while self._store.add(f"{self._key}/left", 0) < n and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
+
+    def wait_until_all_read(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(Exception):  # the store has gone, and with it those who would read
+            while self._store.add(f"{self._key}/read", 0) < self._world - 1 and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
+
+
+def ranks(some: Sequence[int]) -> str:
+    """``rank 1``, or ``ranks 1, 2``; of very many the first ones."""
+    listed = ", ".join(map(str, some[:SHOWN])) + (f" and {len(some) - SHOWN} more" if len(some) > SHOWN else "")
+    return f"rank{'s' if len(some) != 1 else ''} {listed}"
+
+
+def _store(rank: int, world: int, timeout_s: float) -> Any:
+    """The store of the process group, or the one that torchrun offers: as ``env://`` finds it."""
+    try:
+        import torch.distributed as dist
+    except ImportError as fault:
+        raise JobError([f"the ranks of torchrun meet in torch's store, and torch cannot be imported: {fault}"], "join") from fault
+    if dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    start = time.monotonic()
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise JobError([f"{', '.join(missing)}: not set; {JOINED}"], "join")
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s)))
+    except dist.DistError as fault:  # its text speaks of sockets
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise DataStall(f"the {world} ranks of the world to meet at {where}", time.monotonic() - start, rank=rank) from fault
+    return store
+
+
+def _node() -> str:
+    """Name the machine of this process, and its network where containers have their own."""
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        found += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(os.stat("/proc/self/ns/net").st_ino)]
+    return " ".join(found)
+
+
+def serving_host(board: _Board) -> str:
+    """Choose where rank 0 serves: on this machine only, unless ranks live on others."""
+    if said := os.environ.get("OVERLORD_HOST"):
+        return said
+    if board.is_one_node():
+        return "127.0.0.1"
+    for name in (os.environ.get("MASTER_ADDR", ""), socket.getfqdn(), socket.gethostname()):
+        with contextlib.suppress(OSError, ValueError):
+            found = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+            if not ipaddress.ip_address(found).is_loopback and _is_here(found):
+                return found
+    raise JobError(
+        ["ranks live on several nodes, and no address of this one was found that they can reach; set OVERLORD_HOST on rank 0"], "join"
+    )
+
+
+def _is_here(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True

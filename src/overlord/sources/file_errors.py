@@ -1,0 +1,110 @@
+"""What can go wrong with a file on a disk or a mount: which faults pass by themselves, which do not, and what to do about them.
+
+A disk that fails says so by an errno; data that make no sense are told by the formats, and no waiting mends them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+from overlord.sources.base import BadFile, File, Unreachable
+from overlord.sources.retry import CLOCK, Clock, Failure, kinds_in_words, tries_in_words
+
+T = TypeVar("T")
+DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs", "ramfs"}  # kinds of file systems
+MOUNTS = Path("/proc/self/mountinfo")
+FEW_PAUSES_S = (0.1, 0.5)
+
+UNDER_RUN = "training data must not change under a run; put the file back with its time (cp -p, rsync -a), or start a new run"
+_BACK = "put it back, or start a new run without it"
+_MAY = "let the user that runs the job read it"
+_DISK = "check the disk or the mount; no data is skipped for it: resume when it answers"
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_DENIED = (errno.EACCES, errno.EPERM)
+_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
+@cache
+def is_disk(device: int) -> bool:
+    """Whether a file system is one of this machine, which answers or fails; a mount of another may hang for as long as it likes."""
+    try:
+        return kind_of(device, MOUNTS.read_text(errors="replace")) in DISKS
+    except OSError:
+        return False
+
+
+def kind_of(device: int, mounts: str) -> str:
+    """The kind of a file system, from the lines of mountinfo (proc(5)); empty: it is not there."""
+    name = f"{os.major(device)}:{os.minor(device)}"
+    lines = (line for line in mounts.splitlines() if line.split(" ", 3)[2:3] == [name])
+    return next((line.partition(" - ")[2].split(" ", 1)[0] for line in lines), "")
+
+
+def check_same(file: File) -> os.stat_result:
+    """Raises unless the file is the one that was indexed. Its place on the disk does not count: a copy put back has another."""
+    try:
+        found = os.stat(file.path)
+    except ValueError as error:  # a name that no file can have
+        raise BadFile(f"no usable path: {error}") from error
+    if not stat.S_ISREG(found.st_mode):
+        what = _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
+        raise Unreachable(f"the file changed since the source was indexed: wanted a file, found {what}", UNDER_RUN, "changed")
+    if found.st_size != file.size or not _same_time(file.mtime_ns, found.st_mtime_ns):
+        said = f"wanted {file.size} bytes of {_moment(file.mtime_ns)}, found {found.st_size} bytes of {_moment(found.st_mtime_ns)}"
+        raise Unreachable(f"the file changed since the source was indexed: {said}", UNDER_RUN, "changed")
+    return found
+
+
+def _same_time(indexed_ns: int, found_ns: int) -> bool:
+    """Tools that copy a file with its time may cut it to microseconds or seconds."""
+    return any(found_ns == indexed_ns // unit * unit for unit in (1, 10**3, 10**6, 10**9))
+
+
+def _moment(ns: int) -> str:
+    try:
+        when = datetime.fromtimestamp(ns // 10**9, UTC)
+    except (OverflowError, ValueError, OSError):
+        return f"time {ns}"
+    return f"{when:%Y-%m-%d %H:%M:%S}.{ns % 10**9:09d}".rstrip("0").rstrip(".")
+
+
+def why(error: Exception) -> Failure | None:
+    """The failure behind an error while a job runs: the file was there when it was indexed, so whatever the system says may pass.
+    None: the data are at fault."""
+    if isinstance(error, Unreachable):
+        return Failure(error.kind, error.problem, error.remedy)
+    if not isinstance(error, OSError) or error.errno is None:
+        return None
+    text = os.strerror(error.errno)
+    if error.errno in _GONE:
+        return Failure("gone", f"the file is gone since the source was indexed ({text})", _BACK)
+    if error.errno in _DENIED:
+        return Failure("denied", f"the file may not be read any more ({text})", _MAY)
+    return Failure(errno.errorcode.get(error.errno, str(error.errno)), f"cannot be read: {text}", _DISK)
+
+
+def briefly(once: Callable[[], T], clock: Clock = CLOCK) -> T:
+    """What is asked when a job is launched: somebody waits, so a file that is not there is said not to be; a mount that stumbles gets
+    a few tries."""
+    for pause in FEW_PAUSES_S:
+        try:
+            return once()
+        except OSError as error:
+            if isinstance(error, Unreachable) and error.kind != "short read":
+                raise
+            if not isinstance(error, Unreachable) and (error.errno is None or error.errno in (*_GONE, *_DENIED)):
+                raise
+        clock.sleep(pause)
+    return once()
+
+
+def gave_up(path: str, done: str, seen: Sequence[Failure], took_s: float) -> Unreachable:
+    last = seen[-1]
+    return Unreachable(last.text + tries_in_words(seen, took_s) + kinds_in_words(seen), last.remedy, last.kind)

@@ -1,0 +1,230 @@
+"""Object stores (S3, Google Cloud Storage, Azure) by the package obstore: listings, and range reads that can be trusted.
+
+pyarrow's own filesystems cannot make a read depend on the object's version, so an object replaced in mid-run would give
+rows of two versions; they retry where nobody counts, and take more CPU per byte. Here every read says which version it
+wants and is checked for version, place and length; what fails is tried again until a deadline, and counted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache, partial
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from overlord.extras import pip_install
+from overlord.sources.base import File, Unreachable
+from overlord.sources.retry import Failure, Tally, deadline_s, persist, seconds_of
+from overlord.sources.store_errors import WrongAnswer, gave_up, in_mid_run, why
+from overlord.uris import options_of, scrub
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+T = TypeVar("T")
+TIMEOUT_S = 20.0  # without a byte
+CONNECT_S = 5.0
+_ENDPOINT = re.compile(r"https?://[^\s/?#]+(?:[/?#]\S*)?", re.IGNORECASE)
+_ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "OVERLORD_STORE_", "HTTP_", "HTTPS_", "ALL_PROXY", "NO_PROXY", "SSL_CERT")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A name in a listing: an object, or (``file`` is None) a prefix that others share."""
+
+    path: str
+    file: File | None
+    odd: str = ""  # what it is, if neither
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """One bucket. Holds no client and no credentials, so that it may be pickled, printed and kept."""
+
+    root: str  # scheme://bucket
+    region: str = ""
+    anonymous: bool = False
+    tally: Tally = field(default_factory=Tally, compare=False, repr=False)
+    patient: bool = field(default=False, compare=False, repr=False)  # a job runs: objects that went or changed may come back
+
+    @staticmethod
+    def of(uri: str) -> tuple[Remote, str]:
+        """The bucket of a URI, and the URI without options: names of objects are taken as they stand."""
+        body, _, query = uri.partition("?")
+        scheme, rest = body.split("://", 1)
+        bucket, _, key = rest.partition("/")
+        root = f"{scheme.lower()}://{bucket}"
+        return Remote(root, *options_of(query)), f"{root}/{key}".rstrip("/")
+
+    def look(self, path: str) -> Entry | None:
+        """The object of that name, or the prefix, or None."""
+        if path == self.root:
+            return Entry(path, None)
+        client, key = self._client(), self._key(path)
+        try:
+            return Entry(path, self._file(self._persist(path, "looked up", lambda: client.head(key))))
+        except Unreachable as error:
+            if error.kind != "gone":
+                raise
+        return Entry(path, None) if self.list(path, recursive=False) else None
+
+    def list(self, base: str, recursive: bool) -> list[Entry]:
+        """Everything under a prefix, or the next level of it. Marks that stand for folders are no objects."""
+        client, prefix = self._client(), self._key(base) or None
+
+        def everything() -> tuple[Sequence[Any], Sequence[str]]:
+            if recursive:
+                return [meta for page in client.list(prefix, chunk_size=1000) for meta in page], ()
+            found = client.list_with_delimiter(prefix)
+            return found["objects"], found["common_prefixes"]
+
+        metas, prefixes = self._persist(base, "listed", everything)
+        folders = {prefix, *prefixes} | {path[:i] for m in metas for path in [m["path"]] for i, c in enumerate(path) if c == "/"}
+        entries = [Entry(f.path, f) for m in metas if m["size"] or m["path"] not in folders for f in [self._file(m)]]
+        return entries + [Entry(f"{self.root}/{p}", None) for p in prefixes]
+
+    def open(self, file: File, ranges: Sequence[tuple[int, int]] = ()) -> pa.NativeFile:
+        """For random access; ``ranges`` are what will be read, each from front to back."""
+        import pyarrow as pa
+
+        from overlord.sources.range_file import RangeFile
+
+        client = self._client()
+        return pa.PythonFile(RangeFile(lambda a, b: self._read(client, file, a, b), file.size, ranges), mode="r")
+
+    def read(self, file: File, start: int, stop: int) -> memoryview:
+        """Exactly these bytes of exactly this version of the object."""
+        return self._read(self._client(), file, start, stop)
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Puts an object where none is; False where there is one: another's, or this one by a request whose answer was lost."""
+        client, key = self._client(), self._key(path)
+
+        def once() -> bool:
+            from obstore.exceptions import AlreadyExistsError
+
+            try:
+                client.put(key, data, mode="create", use_multipart=False)  # an upload in parts would write over what is there
+            except AlreadyExistsError:
+                return False
+            return True
+
+        return self._persist(path, "written", once, len(data))
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Puts an object, whatever is there."""
+        client, key = self._client(), self._key(path)
+        self._persist(path, "written", lambda: client.put(key, data, use_multipart=False), len(data))
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Objects that are not there are no fault: somebody was quicker, or an answer was lost."""
+        client = self._client()
+        for path in paths:
+            try:
+                self._persist(path, "removed", partial(client.delete, self._key(path)))
+            except Unreachable as error:
+                if error.kind != "gone":
+                    raise
+
+    def _read(self, client: Any, file: File, start: int, stop: int) -> memoryview:
+        options: dict[str, Any] = {"range": (start, stop)}
+        if file.version and not file.version.startswith("W/"):
+            options["if_match"] = f'"{file.version}"'
+        key = self._key(file.path)
+
+        def once() -> memoryview:
+            answer = client.get(key, options=options)
+            found = self._file(answer.meta)
+            if (found.size, _version(found)) != (file.size, _version(file)):
+                raise WrongAnswer("changed", f"wanted {_named(file)}, found {_named(found)}")
+            if tuple(answer.range) != (start, stop):
+                raise WrongAnswer("other range", f"asked for bytes {start} to {stop}, answered with {answer.range[0]} to {answer.range[1]}")
+            data = memoryview(answer.bytes())
+            if len(data) != stop - start:
+                raise WrongAnswer("short body", f"wanted {stop - start} bytes, found {len(data)}")
+            return data
+
+        return self._persist(file.path, f"read (bytes {start} to {stop})", once, stop - start, self.patient)
+
+    def _persist(self, path: str, done: str, once: Callable[[], T], nbytes: int = 0, patient: bool = False) -> T:
+        """Calls until it works, the failure is one that lasts, or the deadline passes. What is raised holds no secret."""
+        result = persist(once, in_mid_run if patient else why, path=path, done=done, tally=self.tally, gave_up=gave_up)
+        self.tally.got(nbytes)
+        return result
+
+    def _client(self) -> Any:
+        given = sorted((k, v) for k, v in os.environ.items() if k.upper().startswith(_ENVIRONMENT))
+        return _connect(self.root, self.region, self.anonymous, blake2b(repr(given).encode()).digest())
+
+    def _key(self, path: str) -> str:
+        return path[len(self.root) :].strip("/")
+
+    def _file(self, meta: Any) -> File:
+        version = str(meta["e_tag"] or "")
+        version = version if version.startswith("W/") else version.strip('"')  # listings of Azure leave out the quotes
+        return File(f"{self.root}/{meta['path']}", meta["size"], _nanoseconds(meta["last_modified"]), version)
+
+
+@lru_cache(maxsize=64)
+def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any:
+    """A client with its connections, one for each bucket and process, and another one when the environment changes."""
+    try:
+        from obstore.store import from_url
+    except ImportError:
+        raise Unreachable("reading object stores needs the package obstore", pip_install("store"), "not installed") from None
+    _check_endpoints(root)
+    config: dict[str, Any] = {"region": region} if region else {}
+    config |= {"skip_signature": True} if anonymous else _profile(root)
+    plain = any(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "ALLOW_HTTP"))
+    options = {
+        "allow_http": plain, "connect_timeout": f"{CONNECT_S}s", "read_timeout": f"{seconds_of('OVERLORD_STORE_TIMEOUT_S', TIMEOUT_S)}s",
+        "timeout": f"{deadline_s()}s", "user_agent": "overlord",
+    }  # fmt: skip
+    failure: Failure
+    try:
+        return from_url(root, client_options=options, retry_config={"max_retries": 0}, **config)
+    except Exception as error:
+        failure = why(error)
+    raise gave_up(root, "opened", [failure], 0.0)
+
+
+def _check_endpoints(root: str) -> None:
+    """The library takes what it is given and ends in a panic at the first request, which is no error that a program can handle."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if root.startswith("s3") else ()
+    for name in names:
+        if (given := os.environ.get(name, "")) and not _ENDPOINT.fullmatch(given):  # it may hold a secret, and is not repeated
+            problem = f"{name}: wanted http://host:port or https://host, found one without http://, without a host, or with a space in it"
+            raise Unreachable(problem, "mend the environment", "setup")
+
+
+def _profile(root: str) -> dict[str, Any]:
+    """Profiles of ~/.aws are read by boto3, if one is asked for and no key is given."""
+    if not root.startswith("s3") or not os.environ.get("AWS_PROFILE") or os.environ.get("AWS_ACCESS_KEY_ID"):
+        return {}
+    remedy = "pip install boto3, or set AWS_ACCESS_KEY_ID"
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        return {"credential_provider": Boto3CredentialProvider()}
+    except ImportError:
+        problem = "AWS_PROFILE is set, and profiles are read by the package boto3"
+    except Exception as error:
+        problem, remedy = f"AWS_PROFILE: {scrub(str(error))}", "name a profile of your AWS configuration, or set AWS_ACCESS_KEY_ID"
+    raise Unreachable(problem, remedy, "setup")
+
+
+def _version(file: File) -> str:
+    """The entity tag, or the time in seconds: listings have it finer than answers."""
+    return file.version or str(file.mtime_ns // 10**9)
+
+
+def _named(file: File) -> str:
+    return f"version {_version(file)} of {file.size} bytes"
+
+
+def _nanoseconds(when: datetime) -> int:
+    return int(when.timestamp() * 1_000_000) * 1000

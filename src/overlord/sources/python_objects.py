@@ -1,0 +1,199 @@
+"""Map-style datasets and replayable factories: rows from Python objects instead of files."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from overlord.errors import JobError
+from overlord.hashing import digest
+from overlord.sources import clean_tables as cols
+from overlord.sources.base import BadFile, Chunks, File, RawSlice, ReadOptions, make_chunks, no_rows_chunk
+from overlord.user_code import told
+
+if TYPE_CHECKING:
+    from overlord.sources.files import Files
+
+CHUNK_SLICES = 16  # a chunk of a map-style dataset, in slices
+
+
+@dataclass(frozen=True, slots=True)
+class Factory:
+    """``fn(shard)`` returns a fresh iterator of dicts that gives the same rows every time it is called; of one shard, ``fn()`` may.
+
+    Give a ``fingerprint`` that changes when the rows do; without one a resumed job cannot notice that they did.
+    """
+
+    fn: Callable[..., Iterable[Mapping[str, Any]]]
+    shards: int = 1
+    fingerprint: str | None = None
+
+    def __post_init__(self) -> None:
+        problems = [] if callable(self.fn) else [f"fn: wanted a function of a shard's number, found {self.fn!r}"]
+        if not isinstance(self.shards, int) or isinstance(self.shards, bool) or self.shards < 1:
+            problems.append(f"shards: wanted a whole number of at least 1, found {self.shards!r}")
+        elif not problems and self.shards > 1 and not _takes_shard(self.fn):
+            problems.append(f"fn: wanted a function of a shard's number, since there are {self.shards} shards; this one takes no argument")
+        if problems:
+            raise JobError(problems, "factory")
+
+    def rows(self, shard: int) -> Iterable[Mapping[str, Any]]:
+        return self.fn(shard) if _takes_shard(self.fn) else self.fn()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Listed:
+    """Rows in a list or tuple, which as a ``uri`` would be a list of files."""
+
+    rows: list[Any] | tuple[Any, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.rows[i]
+
+
+def held(name: str, dataset: Any) -> Any:
+    """A dataset as a source holds it; what is none is refused with what would do."""
+    if isinstance(dataset, (list, tuple)):
+        return Listed(dataset)
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if sized and not isinstance(dataset, (str, bytes, Mapping, type)):
+        return dataset
+    problem = f"from_dataset: wanted an object with __len__ and __getitem__ by number, found {dataset!r}"
+    raise JobError([f"{problem}; an iterable goes in by Source.from_factory, files by Source(name, uri)"], f"source {name!r}")
+
+
+def _takes_shard(fn: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(fn).bind(0)
+    except ValueError:  # a builtin that does not say
+        return True
+    except TypeError:
+        return False
+    return True
+
+
+class DatasetFormat:
+    """Anything with ``__len__`` and ``__getitem__`` that returns dicts."""
+
+    name = "dataset"
+    suffixes: tuple[str, ...] = ()
+    indexed = False
+
+    def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
+        if not file.size:
+            return no_rows_chunk()
+        step = options.slice_rows * CHUNK_SLICES
+        starts = range(0, file.size, step)
+        return make_chunks([(a, b, k, b - a, 0) for k, a in enumerate(starts) for b in (min(a + step, file.size),)])
+
+    def schema(self, files: Files, file: File, options: ReadOptions) -> dict[str, str] | None:
+        return None
+
+    def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
+        return 0
+
+    def read(self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0) -> Iterator[RawSlice]:
+        start, stop, step = int(chunks.start[i]), int(chunks.stop[i]), options.slice_rows
+        if len(files.held) != file.size:
+            problem = f"the dataset had {file.size} rows when it was indexed, now it has {len(files.held)}"
+            raise BadFile(problem, "it must not change under a run")
+        first = start + skip * step
+        if first >= stop:
+            yield cols.slice_of(stop, 0, cols.empty(0, options.columns), [], True)
+        for at in range(first, stop, step):
+            end = min(at + step, stop)
+            yield _slice(at, [_item(files.held, k) for k in range(at, end)], options, end == stop)
+
+
+class FactoryFormat:
+    """One chunk per shard, read front to back. A factory that raises has lost its place, so that is an error, not a row."""
+
+    name = "factory"
+    suffixes: tuple[str, ...] = ()
+    indexed = False
+
+    def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
+        return make_chunks([(0, -1, 0, -1, 0)])
+
+    def schema(self, files: Files, file: File, options: ReadOptions) -> dict[str, str] | None:
+        return None
+
+    def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
+        return 2**16  # nobody knows; bounded by number
+
+    def read(self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0) -> Iterator[RawSlice]:
+        step, left, at = options.slice_rows, skip * options.slice_rows, 0
+        held: list[Any] = []
+        for row in _rows(files.held, int(chunks.file[i])):
+            if left:
+                left, at = left - 1, at + 1
+            elif len(held) == step:
+                out, held, at = _slice(at, held, options, False), [row], at + step
+                yield out
+            else:
+                held.append(row)
+        if not held and not skip:
+            yield cols.no_rows(options, skip, "the shard has no rows")
+        else:
+            yield _slice(at, held, options, True)
+
+
+def _rows(factory: Factory, shard: int) -> Iterator[Any]:
+    n = 0
+    try:
+        for row in factory.rows(shard):
+            yield row if isinstance(row, Mapping) else f"wanted a dict, found {type(row).__name__}"
+            n += 1
+    except Exception as error:
+        problem = f"the factory raised at row {n} of shard {shard}: {told(error)}"
+        raise BadFile(problem, "catch it in the factory, row by row") from error
+
+
+def _item(dataset: Any, k: int) -> Any:
+    """A row, or as a text why there is none: the user's code may raise anything."""
+    try:
+        row = dataset[k]
+    except Exception as error:
+        return f"the dataset raised {told(error)}"
+    return row if isinstance(row, Mapping) else f"wanted a dict, found {type(row).__name__}"
+
+
+def _slice(at: int, rows: list[Any], options: ReadOptions, last: bool) -> RawSlice:
+    """Rows that are a text are bad; values may be numpy arrays or tensors."""
+    bad = [(i, row) for i, row in enumerate(rows) if isinstance(row, str)]
+    numbers = [i for i, row in enumerate(rows) if not isinstance(row, str)]
+    good = [{key: _plain(value) for key, value in rows[i].items()} for i in numbers]
+    if options.refused:
+        cols.check_values(cols.columns_of(good, options.refused), options)
+    table, misfits = cols.table_of(cols.columns_of(good, options.columns), len(good))
+    return cols.slice_of(at, len(rows), table, sorted(bad + [(numbers[i], reason) for i, reason in misfits]), last)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "__array__") and not hasattr(value, "dtype"):
+        return value.__array__()
+    if hasattr(value, "detach"):  # a tensor, without importing torch
+        value = value.detach().cpu().numpy()
+    if getattr(value, "ndim", 1) == 0:
+        return value.item()
+    return value.tolist() if getattr(value, "ndim", 1) > 1 else value
+
+
+def files_of(held: Any) -> tuple[File, ...]:
+    """Stand-ins for files: one per shard of a factory, one for a dataset, whose size is its length."""
+    if isinstance(held, Factory):
+        return tuple(File(f"shard {k}", -1, 0) for k in range(held.shards))
+    return (File("dataset", len(held), 0),)
+
+
+def fingerprint_of(held: Any) -> str:
+    """What can be known of an object: its own fingerprint if it has one, else its type and size."""
+    own = getattr(held, "fingerprint", None) or getattr(held, "_fingerprint", None)
+    size = held.shards if isinstance(held, Factory) else len(held)
+    kind = type(held).__qualname__
+    return digest("held", kind, str(size), str(own) if isinstance(own, str) else "")

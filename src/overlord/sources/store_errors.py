@@ -1,0 +1,112 @@
+"""What can go wrong with a store: which faults pass by themselves, which do not, and what to do about them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from overlord.sources.base import Unreachable
+from overlord.sources.retry import FEW, FOR_EVER, Failure, kinds_in_words, tries_in_words
+from overlord.uris import scrub
+
+_STATUS = re.compile(r"status code: (\d{3})(?: ([A-Za-z -]+))?")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_KIND = re.compile(r"\bkind: (\w+)")
+_PASSING = {
+    "RequestTimeout",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "InternalError",
+    "ServiceUnavailable",
+    "OperationAborted",
+    "ConditionalRequestConflict",
+}
+_SHOWN = 300  # letters of a library's text
+
+_UNDER_RUN = "training data must not change under a run; restore it, or start a new run"
+_KEYS = "check the keys and what they may do; they come from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, ...)"
+_RANGES = "something between here and the store does not serve ranges of objects; read from the store itself"
+
+
+class WrongAnswer(Exception):
+    """An answer that is none: the request succeeded, but these are not the bytes that were asked for."""
+
+    def __init__(self, kind: str, problem: str):
+        super().__init__(kind, problem)
+        self.kind, self.problem = kind, problem
+
+
+def why(error: Exception) -> Failure:
+    """The failure behind whatever the library raised: it has few classes, so its text decides."""
+    if isinstance(error, WrongAnswer):
+        return _wrong(error)
+    text, shown = str(error), _shown(str(error))
+    status, code = _STATUS.search(text), (_CODE.search(text) or ["", ""])[1]
+    if isinstance(error, Unreachable):
+        return Failure(error.kind, error.problem, error.remedy, 1)
+    if "non-partial response" in text:
+        return Failure("whole object", "a range was asked for and the whole object was sent", _RANGES, FEW)
+    if "UnexpectedRange" in text:
+        return Failure("other range", shown, _RANGES, FEW)
+    if "BadScheme" in text:
+        return Failure("setup", "the endpoint is plain http, which is not allowed", "set AWS_ALLOW_HTTP=true if that is meant", 1)
+    if "169.254.16" in text or "metadata.google" in text:
+        return Failure("denied", "the environment has no keys, and this machine has no role that gives some", _KEYS, FEW)
+    if status is not None:
+        return _by_status(int(status[1]), code, f"{status[1]} {(status[2] or '').strip()}{f', {code}' if code else ''}")
+    if isinstance(error, FileNotFoundError):
+        return Failure("gone", shown, _UNDER_RUN, 1)
+    kinds = _KIND.findall(text)
+    if "Timeout" in kinds or "TimedOut" in text:
+        return Failure("timeout", "no byte came for too long")
+    if "IncompleteBody" in text or "UnexpectedEof" in kinds:
+        return Failure("short body", "the answer ended before its end")
+    if {"Interrupted", "Connect"} & set(kinds):
+        return Failure("connection", shown)
+    return Failure(type(error).__name__, shown, tries=FEW)
+
+
+def in_mid_run(error: Exception) -> Failure:
+    """The same while a job runs: an object was there when it was indexed, so it may come back, and keys may be renewed."""
+    found = why(error)
+    return replace(found, tries=FOR_EVER) if found.kind in ("gone", "changed", "denied") else found
+
+
+def _by_status(status: int, code: str, shown: str) -> Failure:
+    if status in (408, 429) or (status >= 500 and status != 501) or code in _PASSING:
+        return Failure(str(status), shown)
+    if status == 404:
+        return Failure("gone", shown, "check the name of the bucket" if code == "NoSuchBucket" else _UNDER_RUN, 1)
+    if status in (412, 416):  # nothing past the end that the index knows is ever asked for
+        return Failure("changed", shown, _UNDER_RUN, 1)
+    if status in (401, 403) or code in ("ExpiredToken", "InvalidToken"):
+        return Failure("denied", shown, _KEYS, 1)
+    if 300 <= status < 400:
+        return Failure("setup", shown, "the bucket lies in another region: set AWS_REGION, or ?region= in the URI", 1)
+    return Failure(str(status), shown, "the store refuses the request; check endpoint, bucket and region", 1)
+
+
+def _wrong(error: WrongAnswer) -> Failure:
+    if error.kind == "changed":
+        return Failure("changed", error.problem, _UNDER_RUN, 1)
+    if error.kind == "other range":
+        return Failure(error.kind, error.problem, _RANGES, FEW)
+    return Failure(error.kind, error.problem)
+
+
+def gave_up(path: str, done: str, seen: Sequence[Failure], took_s: float) -> Unreachable:
+    """The error for what was tried: what, how often, for how long, what came of it, what to do."""
+    last, tried = seen[-1], tries_in_words(seen, took_s)
+    if last.kind == "gone":
+        return Unreachable(f"the object is gone or was never there ({last.text}){tried}", last.remedy, last.kind)
+    if last.kind == "changed":
+        return Unreachable(f"the object changed since it was indexed ({last.text}){tried}", last.remedy, last.kind)
+    return Unreachable(f"could not be {done}{tried}: {last.text}" + kinds_in_words(seen), last.remedy, last.kind)
+
+
+def _shown(text: str) -> str:
+    """The library's own first line, without its dump of the request."""
+    line = " ".join(text.split("\nDebug source", 1)[0].split())
+    return scrub(line)[:_SHOWN]

@@ -1,0 +1,72 @@
+"""Who fetches for whom when a plan broadcasts, and torch process groups of the ranks that share a fetcher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from overlord.errors import JobError
+from overlord.mesh import ClientPlaceTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """One rank's part in a broadcast: who fetches for it, from which seat its microbatches come, and who else is served so."""
+
+    rank: int
+    fetcher: int
+    seat: int  # the rank whose mailbox holds this rank's microbatches, in full
+    members: tuple[int, ...]  # ranks with the same fetcher, rising
+    seats: tuple[int, ...]  # mailboxes that the fetcher empties: one for each bucket of its members
+    fetchers: int  # in the whole world
+
+    @property
+    def fetches(self) -> bool:
+        return self.rank == self.fetcher
+
+    def __str__(self) -> str:
+        if len(self.members) == 1:
+            return f"rank {self.rank} fetches for itself"
+        if self.fetches:
+            return f"rank {self.rank} fetches for ranks {', '.join(map(str, self.members))}"
+        return f"rank {self.rank} is served by rank {self.fetcher}"
+
+
+def service_of(place: ClientPlaceTree, rank: int, axis: str, broadcast: Sequence[str]) -> Service:
+    served = place.served_by(broadcast)
+    seats = place.seats(axis, broadcast)
+    members = np.flatnonzero(served == served[rank])
+    return Service(
+        rank=rank, fetcher=int(served[rank]), seat=int(seats[rank]), members=tuple(members.tolist()),
+        seats=tuple(np.unique(seats[members]).tolist()), fetchers=len(np.unique(served)),
+    )  # fmt: skip
+
+
+def make_group(place: ClientPlaceTree, rank: int, broadcast: Sequence[str], *, backend: str | None, timeout_s: float) -> Any:
+    """The process group of the ranks with this rank's fetcher; None where it fetches for itself alone.
+
+    Every rank of the world calls this, and makes all the groups in the same order: torch wants it so.
+    """
+    served, mine = place.served_by(broadcast), None
+    fetchers, counts = np.unique(served, return_counts=True)
+    if counts.max() == 1:
+        return None
+    if not dist.is_available() or not dist.is_initialized():
+        raise JobError(
+            [f"the plan broadcasts at {', '.join(broadcast)}, which needs process groups: call torch.distributed.init_process_group() "
+             "before overlord.torch.join, or pass broadcast=False and let every rank fetch its own"],
+            "join",
+        )  # fmt: skip
+    if (world := dist.get_world_size()) != place.world_size:
+        raise JobError([f"place: wanted the {world} ranks of the process group, found {place.world_size} in {place}"], "join")
+    for fetcher, count in zip(fetchers.tolist(), counts.tolist(), strict=True):
+        if count > 1:
+            ranks = np.flatnonzero(served == fetcher).tolist()
+            made = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend=backend, group_desc=f"overlord-{fetcher}")
+            mine = made if rank in ranks else mine
+    return mine

@@ -1,0 +1,206 @@
+"""Microbatches as tensors, without copies: they share the step's memory, which lives as long as the last of them.
+
+That memory is read-only: it belongs to the step, and other ranks may map the same pages. torch has no read-only tensors, so nothing
+stops ``tensor.add_(1)``; it may change what others read, or end the process. Copy first, or let a device copy do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from overlord.client.step import Microbatch, Piece, Step
+from overlord.messages.control import Sealed
+from overlord.torch.microbatch_info import Facts
+
+# Read by the host to call a collective, to size a kernel or to find rows: on a device they would cost a wait each.
+HOST_KEYS = frozenset((
+    "max_seqlen", "send_splits", "recv_splits", "send_lens", "out_lens", "recv_perm", "recv_rows", "item_ids", "image_token_index",
+    "image_microbatch",
+))  # fmt: skip
+
+
+class _Writable:
+    """An array's memory under another flag: torch warns of read-only arrays, once, and does with them what it does with others."""
+
+    __slots__ = ("__array_interface__", "array")
+
+    def __init__(self, array: np.ndarray):
+        place = array.__array_interface__
+        self.__array_interface__ = {**place, "data": (place["data"][0], False)}
+        self.array = array  # whoever holds the tensor holds this, and with it the step's memory
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """The array as a tensor that shares its memory and keeps it alive."""
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """A tensor as it is, an array as a tensor that shares its memory."""
+    return value if isinstance(value, torch.Tensor) else tensor_of(value)
+
+
+def tensors(
+    microbatch: Mapping[str, Any], device: torch.device | str | None = None, *, non_blocking: bool = False
+) -> dict[str, torch.Tensor]:
+    """All keys of a microbatch as tensors. Without a device, or on the CPU, they share its memory: read, never write.
+
+    On a device everything is copied but what the host reads (``max_seqlen``, route maps). ``non_blocking`` helps from pinned memory
+    only; ``DevicePrefetcher`` has that, and copies in the background. A microbatch that another rank fetches is refused: it has none.
+    """
+    made = _shared(microbatch)
+    if not made and isinstance(microbatch, (Microbatch, TensorMicrobatch)) and (why := why_missing(microbatch)):
+        raise KeyError(f"'tokens' {why}")
+    return made if device is None else _moved(made, torch.device(device), non_blocking)
+
+
+def _shared(microbatch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {key: as_tensor(value) for key, value in microbatch.items()}
+
+
+def _moved(made: Mapping[str, torch.Tensor], device: torch.device, non_blocking: bool) -> dict[str, torch.Tensor]:
+    return {key: t if key in HOST_KEYS else t.to(device, non_blocking=non_blocking) for key, t in made.items()}
+
+
+class TensorMicrobatch(Mapping[str, torch.Tensor]):
+    """A mapping of name to tensor, with ``.samples`` as its microbatch had them."""
+
+    __slots__ = ("_facts", "_samples", "_tensors", "_why")
+
+    def __init__(
+        self, made: dict[str, torch.Tensor], samples: Callable[[], list[Piece]] | list[Piece], facts: Facts | None = None, why: str = ""
+    ):
+        self._tensors, self._samples, self._facts, self._why = made, samples, facts, why
+
+    @staticmethod
+    def of(microbatch: Mapping[str, Any]) -> TensorMicrobatch:
+        """Sharing its memory."""
+        return TensorMicrobatch(_shared(microbatch), lambda: list(getattr(microbatch, "samples", ())), why=why_missing(microbatch))
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        try:
+            return self._tensors[key]
+        except KeyError:
+            why = self._why or f"is not in this microbatch; it has {', '.join(self._tensors)}"
+            raise KeyError(f"{key!r} {why}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    def samples(self) -> list[Piece]:
+        return self._samples() if callable(self._samples) else self._samples
+
+    @property
+    def facts(self) -> Facts:
+        """For adapters: without a question to the device where the microbatch came through a ``DevicePrefetcher``."""
+        if self._facts is None:
+            self._facts = Facts.of(self._tensors)
+        return self._facts
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TensorMicrobatch:
+        return TensorMicrobatch(_moved(self._tensors, torch.device(device), non_blocking), self._samples, self.facts, self._why)
+
+    def pin_memory(self) -> TensorMicrobatch:
+        """In pinned memory: what a ``DataLoader(pin_memory=True)`` calls."""
+        return TensorMicrobatch({key: t.pin_memory() for key, t in self._tensors.items()}, self._samples, self._facts, self._why)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorMicrobatch, (self._tensors, self.samples, self._facts, self._why)
+
+    def __repr__(self) -> str:
+        return f"TensorMicrobatch({', '.join(f'{k} {t.dtype}{list(t.shape)}' for k, t in self._tensors.items())})"
+
+
+class TensorStep:
+    """A step of tensors: what a ``Step`` says of itself, and its microbatches as ``TensorMicrobatch``."""
+
+    __slots__ = ("_microbatches", "encoder", "global_valid_tokens", "plan_digest", "rank", "served_by", "step")
+
+    def __init__(self, about: Mapping[str, Any], microbatches: Sequence[TensorMicrobatch], encoder: Sequence[TensorMicrobatch] = ()):
+        self.step: int = about["step"]
+        self.rank: int = about["rank"]
+        self.global_valid_tokens: int = about["global_valid_tokens"]
+        self.plan_digest: str = about["plan_digest"]
+        self.served_by: int = about["served_by"]  # the rank that fetches for this one; itself where it fetches
+        self._microbatches, self.encoder = tuple(microbatches), tuple(encoder)
+
+    @staticmethod
+    def of(step: Step | TensorStep, device: torch.device | str | None = None, *, non_blocking: bool = False) -> TensorStep:
+        """A step's tensors, which share its memory; on a device, copies."""
+        if not isinstance(step, TensorStep):
+            step = TensorStep(about(step), [TensorMicrobatch.of(mb) for mb in step], [TensorMicrobatch.of(s) for s in slots_of(step)])
+        return step if device is None else step.to(device, non_blocking=non_blocking)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TensorStep:
+        return self._each(lambda mb: mb.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> TensorStep:
+        return self._each(TensorMicrobatch.pin_memory)
+
+    def _each(self, change: Callable[[TensorMicrobatch], TensorMicrobatch]) -> TensorStep:
+        return TensorStep(self._about(), [change(mb) for mb in self._microbatches], [change(mb) for mb in self.encoder])
+
+    def _about(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ABOUT}
+
+    def __len__(self) -> int:
+        return len(self._microbatches)
+
+    def __getitem__(self, m: int) -> TensorMicrobatch:
+        return self._microbatches[m]
+
+    def __iter__(self) -> Iterator[TensorMicrobatch]:
+        return iter(self._microbatches)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorStep, (self._about(), self._microbatches, self.encoder)
+
+    def __repr__(self) -> str:
+        return f"TensorStep({self.step}, rank {self.rank}, {len(self)} microbatches, {self.global_valid_tokens} valid tokens in all)"
+
+
+ABOUT = ("step", "rank", "global_valid_tokens", "plan_digest", "served_by")
+
+
+def about(step: Step) -> dict[str, Any]:
+    """What a step says of itself."""
+    return {name: getattr(step, name) for name in ABOUT[:-1]} | {"served_by": getattr(step, "served_by", step.rank)}
+
+
+def slots_of(step: Step) -> Sequence[Mapping[str, np.ndarray]]:
+    """The step's exchanges with the encoders; none in a job without images."""
+    found: Sequence[Mapping[str, np.ndarray]] = getattr(step, "encoder", ())
+    return found
+
+
+def why_missing(microbatch: Mapping[str, Any]) -> str:
+    """Why a microbatch has no tokens, where another rank fetches for this one: in the words of its own KeyError."""
+    if "cu_seqlens" in microbatch:
+        return ""
+    try:
+        microbatch["tokens"]
+    except KeyError as fault:
+        return str(fault.args[0]).removeprefix("'tokens' ")
+    return ""
+
+
+def detached_samples(microbatch: Mapping[str, Any]) -> Callable[[], list[Piece]]:
+    """As ``.samples``, from copies of the few numbers it is made of: the step's memory may go."""
+    if not isinstance(microbatch, Microbatch):
+        return lambda: list(getattr(microbatch, "samples", ()))
+    told = microbatch._told.of_rows(microbatch._rows)
+    told = replace(told, after=Sealed(told.step + 1, np.zeros(0, np.uint8)))  # its bytes lie beside the arrays
+    kept = {"cu_seqlens_padded": np.array(microbatch["cu_seqlens_padded"])} if "cu_seqlens_padded" in microbatch else {}
+    if "attention_mask" in microbatch:
+        kept["attention_mask"] = np.zeros((0, 0), bool)  # it says which layout it is
+    small = Microbatch(kept, told, np.arange(len(told)))
+    return lambda: small.samples

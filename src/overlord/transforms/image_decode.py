@@ -1,0 +1,153 @@
+"""From the bytes of an image file to upright RGB of the wanted size.
+
+The rules, so that anybody can make the same pixels: colour profiles are ignored; CMYK is turned to RGB by Pillow's plain formula;
+palettes are looked up; what is transparent stands on white; of 16 bits the upper 8 are kept; of an animation the first picture;
+EXIF's orientation is applied before the crop; the crop is resized by Pillow's bicubic filter with antialiasing.
+Which decoder is used follows from the file alone: libjpeg-turbo by simplejpeg for JPEGs of 1 or 3 channels, else Pillow.
+"""
+
+from __future__ import annotations
+
+import threading
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+
+from overlord.errors import TransformError
+from overlord.extras import pip_install
+from overlord.transforms.image_header import BadImage, Header, Limits, header
+from overlord.transforms.image_items import Prefix
+
+GAP = 2  # a JPEG decoded at a half, a quarter or an eighth of its size is at least so many times as large as what is wanted
+_TOLERATED = ("extraneous bytes",)  # what a JPEG may have wrong and still show its whole image
+
+try:
+    import simplejpeg
+    from PIL import GifImagePlugin, Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+except ImportError as fault:
+    raise TransformError("", "Images", f"the package {fault.name} is not installed", pip_install("image")) from fault
+
+_OPEN: dict[str, Any] = {  # each by its name: ``Image.open`` tries formats one by one and warns of large images by a global setting
+    "JPEG": JpegImagePlugin.JpegImageFile, "PNG": PngImagePlugin.PngImageFile,
+    "WEBP": WebPImagePlugin.WebPImageFile, "GIF": GifImagePlugin.GifImageFile,
+}  # fmt: skip
+_ANY = Limits(max_pixels_in=2**62, max_decoded_bytes=2**62, max_file_bytes=2**62, max_aspect=float("inf"))  # the loader has checked
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM, 5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90,
+}  # fmt: skip
+
+
+def decode(data: np.ndarray, prefix: Prefix) -> np.ndarray:
+    """The wanted part of an image in the wanted size: bytes ``[height, width, 3]``, or ``[height, width]`` of a grey one."""
+    width, height = prefix.size
+    found = header(data, _ANY)
+    if (found.width, found.height) != prefix.size:
+        raise BadImage(f"the image has {found.width} x {found.height} pixels, and {width} x {height} were planned")
+    (_, gh, gw), p = prefix.grid, prefix.patch
+    wanted = (gw * p, gh * p)
+    scale = _scale(prefix, wanted) if found.format == "JPEG" and found.mode != "CMYK" else 1
+    try:
+        image, scale = _pixels(data, found, scale)
+        image = _upright(image, found.orientation)
+        resized = _resized(image, prefix, wanted, scale)
+    except (BadImage, MemoryError):
+        raise
+    except Exception as fault:  # decoders raise whatever a broken file leads them to
+        raise BadImage(f"the {found.format} cannot be decoded: {type(fault).__name__}: {fault!s:.200}") from fault
+    return np.asarray(resized)
+
+
+def _resized(image: Any, prefix: Prefix, wanted: tuple[int, int], scale: int) -> Any:
+    """The kept part in the wanted size. Of an image in full size it is cut out first, so that what lies around it has no say."""
+    x, y, w, h = prefix.box
+    box = (x, y, x + w, y + h)
+    if scale == 1:  # a box as large as what is wanted of it is a plain cut
+        image, box = image.resize((w, h), box=box) if (w, h) != image.size else image, (0, 0, w, h)
+    return image.resize(wanted, Image.Resampling.BICUBIC, box=tuple(side / scale for side in box))
+
+
+def _scale(prefix: Prefix, wanted: tuple[int, int]) -> int:
+    """How much smaller a JPEG is decoded. Follows from the item, so that it is the same everywhere."""
+    if not prefix.scaled:
+        return 1
+    _, _, w, h = prefix.box
+    return next((s for s in (8, 4, 2) if w >= GAP * s * wanted[0] and h >= GAP * s * wanted[1]), 1)
+
+
+def _pixels(data: np.ndarray, found: Header, scale: int) -> tuple[Any, int]:
+    """An image of the mode L or RGB, as it is stored, and how many times smaller it is."""
+    width, height = found.stored
+    if found.format == "JPEG" and found.mode != "CMYK":
+        array = _jpeg(data, found, scale)
+        if array is not None:
+            image = Image.fromarray(array[:, :, 0] if found.mode == "L" else array)
+        else:
+            image, scale = _pillow(data, found), 1
+    else:
+        image = _pillow(data, found)
+    if image.size != (-(-width // scale), -(-height // scale)):
+        raise BadImage(f"the image decodes to {image.size[0]} x {image.size[1]} pixels; its header says {width} x {height}")
+    return image, scale
+
+
+def _jpeg(data: np.ndarray, found: Header, scale: int) -> np.ndarray | None:
+    """None: of a subsampling that only Pillow reads."""
+    width, height = (-(-side // scale) for side in found.stored)
+    options = {"colorspace": "GRAY" if found.mode == "L" else "RGB", "min_height": height, "min_width": width, "min_factor": scale}
+    try:
+        array: np.ndarray = simplejpeg.decode_jpeg(data, **options)
+    except ValueError as fault:
+        if "subsampling" in str(fault):
+            return None
+        if not any(said in str(fault) for said in _TOLERATED):
+            raise
+        array = simplejpeg.decode_jpeg(data, **options, strict=False)
+    return array
+
+
+class _Theirs:
+    """What the program, or a package it imports, set Pillow's LOAD_TRUNCATED_IMAGES to: so for all threads but one that decodes here.
+    What becomes of a broken file must not depend on the process that decodes it."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def __bool__(self) -> bool:
+        return bool(self._value) and not getattr(_here, "decoding", False)
+
+
+_here = threading.local()
+
+
+def _pillow(data: np.ndarray, found: Header) -> Any:
+    if not isinstance(theirs := ImageFile.LOAD_TRUNCATED_IMAGES, _Theirs) and theirs:
+        ImageFile.LOAD_TRUNCATED_IMAGES = _Theirs(theirs)
+    _here.decoding = True
+    try:
+        image = _OPEN[found.format](BytesIO(data.data))
+        if image.size != found.stored:
+            raise BadImage(f"the image decodes to {image.size[0]} x {image.size[1]} pixels; its header says {found.stored}")
+        image.load()
+    finally:
+        _here.decoding = False
+    return _plain(image)
+
+
+def _plain(image: Any) -> Any:
+    """Mode L or RGB of any mode that the four formats have."""
+    if image.mode in ("I;16", "I;16B", "I;16L", "I"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGB", image.size, (255, 255, 255))
+        white.paste(image, mask=image.getchannel("A"))
+        return white
+    if image.mode == "1":
+        return image.convert("L")
+    return image if image.mode in ("L", "RGB") else image.convert("RGB")
+
+
+def _upright(image: Any, orientation: int) -> Any:
+    return image.transpose(_TURNS[orientation]) if orientation > 1 else image

@@ -1,0 +1,157 @@
+"""An image on its way to an encoder: one self-contained run of bytes, and the pixels that are made of it.
+
+An *item* is a prefix of 96 bytes (what to make: grid, crop, mean, ...) and then either the file as it was stored or the ready
+pixels. Whoever holds an item can make its pixels, and two who do it get the same bits: nothing but the item is looked at.
+
+Pixels are ``[patches, 3 * patch * patch]``. Patches go row by row; with ``merge`` > 1 the ``merge`` x ``merge`` patches of one
+token of the backbone stand together, row by row inside, and those squares go row by row. Inside a patch: channel, row, column.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from overlord.transforms.image_header import BadImage as BadImage
+
+PREFIX_BYTES = 96
+ENCODED, READY = 0, 1  # form of what stands behind the prefix
+DTYPES = ("uint8", "float16", "float32")
+CHANNELS = 3
+MAX_TOKENS = 2**16  # of an image: far above what any encoder takes; who makes room for pixels goes by what an item says of itself
+
+_MAGIC, _VERSION = b"OVIM", 1
+_PREFIX = struct.Struct("<4sBBBBHBB3I4I3d3d2I")
+_FLIP, _SCALED = 1, 2
+assert _PREFIX.size == PREFIX_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """What is to be made of the bytes behind it. ``box`` and ``size`` are in pixels of the upright image."""
+
+    form: int = ENCODED
+    patch: int
+    merge: int
+    dtype: str
+    grid: tuple[int, int, int]  # t, h, w in patches
+    box: tuple[int, int, int, int]  # x, y, width, height of what is kept
+    size: tuple[int, int]  # width, height of the image
+    flip: bool = False
+    scaled: bool = True
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        t, h, w = self.grid
+        return t * h * w, CHANNELS * self.patch * self.patch
+
+    @property
+    def nbytes(self) -> int:
+        """Of the pixels."""
+        patches, dim = self.shape
+        return patches * dim * np.dtype(self.dtype).itemsize
+
+    def pack(self) -> bytes:
+        flags = self.flip * _FLIP | self.scaled * _SCALED
+        return _PREFIX.pack(
+            _MAGIC, _VERSION, self.form, CHANNELS, DTYPES.index(self.dtype), self.patch, self.merge, flags,
+            *self.grid, *self.box, *self.mean, *self.std, *self.size,
+        )  # fmt: skip
+
+
+def read_prefix(item: np.ndarray) -> Prefix:
+    """The prefix of an item, checked: an item may have travelled."""
+    if len(item) < PREFIX_BYTES:
+        raise BadImage(f"an item of {len(item)} bytes is shorter than its prefix of {PREFIX_BYTES}")
+    magic, version, form, channels, code, patch, merge, flags, *rest = _PREFIX.unpack_from(item.data)
+    if magic != _MAGIC or version != _VERSION:
+        raise BadImage(f"wanted an item of version {_VERSION}, found {magic!r} of version {version}")
+    grid, box, mean, std, size = (tuple(rest[a:b]) for a, b in ((0, 3), (3, 7), (7, 10), (10, 13), (13, 15)))
+    if form not in (ENCODED, READY) or channels != CHANNELS or code >= len(DTYPES) or not patch or not merge:
+        raise BadImage(f"an item of an unknown form: {form}, {channels} channels, type {code}, patch {patch}, merge {merge}")
+    if grid[0] != 1 or not all(side and side % merge == 0 for side in grid[1:]) or grid[1] * grid[2] > MAX_TOKENS * merge * merge:
+        raise BadImage(f"an item with an impossible grid {grid} (merge {merge})")
+    x, y, w, h = box
+    if not w or not h or x + w > size[0] or y + h > size[1]:
+        raise BadImage(f"an item whose crop {box} is not inside its image of {size[0]} x {size[1]}")
+    if not all(abs(v) < 1e9 for v in mean + std) or not all(abs(v) > 1e-9 for v in std):
+        raise BadImage("an item whose mean or std is no number to count with")
+    return Prefix(
+        form=form, patch=patch, merge=merge, dtype=DTYPES[code], grid=grid, box=box, size=size,
+        flip=bool(flags & _FLIP), scaled=bool(flags & _SCALED), mean=mean, std=std,
+    )  # fmt: skip
+
+
+def item_grid(item: np.ndarray) -> tuple[int, int, int]:
+    """(t, h, w) in patches."""
+    return read_prefix(item).grid
+
+
+def item_shape(item: np.ndarray) -> tuple[int, int, str]:
+    """(patches, numbers in a patch, their type): what ``fill`` writes."""
+    prefix = read_prefix(item)
+    return (*prefix.shape, prefix.dtype)
+
+
+def fill(item: np.ndarray, out: np.ndarray) -> None:
+    """Writes the pixels of an item. A pure function of the item; raises BadImage and then leaves ``out`` as it was, or in part written."""
+    prefix = read_prefix(item)
+    assert (*out.shape, out.dtype) == (*prefix.shape, prefix.dtype), f"wanted {prefix.dtype} {prefix.shape}, found {out.dtype} {out.shape}"
+    if prefix.form == READY:
+        if len(item) != PREFIX_BYTES + prefix.nbytes:
+            raise BadImage(f"an item of ready pixels has {len(item) - PREFIX_BYTES} bytes of them, not {prefix.nbytes}")
+        np.copyto(out, item[PREFIX_BYTES:].view(prefix.dtype).reshape(prefix.shape))
+        return
+    from overlord.transforms.image_decode import decode  # Pillow is needed only here
+
+    patchify(decode(item[PREFIX_BYTES:], prefix), prefix, out)
+
+
+def make_ready(item: np.ndarray) -> np.ndarray:
+    """The same item with its pixels made. One that cannot be decoded stays as it is, and fails where it is used: what becomes of a
+    sample must not depend on where its pixels are made."""
+    prefix = read_prefix(item)
+    if prefix.form == READY:
+        return item
+    made = np.empty(PREFIX_BYTES + prefix.nbytes, np.uint8)
+    made[:PREFIX_BYTES] = item[:PREFIX_BYTES]
+    made[5] = READY
+    try:
+        fill(item, made[PREFIX_BYTES:].view(prefix.dtype).reshape(prefix.shape))
+    except BadImage:
+        return item
+    return made
+
+
+def patchify(image: np.ndarray, prefix: Prefix, out: np.ndarray) -> None:
+    """Bytes ``[height, width]`` or ``[height, width, 3]`` to numbers of patches: ``byte * (1 / (255 * std)) - mean / std``."""
+    (_, gh, gw), p, m = prefix.grid, prefix.patch, prefix.merge
+    if image.ndim == 2:
+        image = np.broadcast_to(image[:, :, None], (*image.shape, CHANNELS))
+    if prefix.flip:
+        image = image[:, ::-1]
+    squares = image.reshape(gh // m, m, p, gw // m, m, p, CHANNELS).transpose(0, 3, 1, 4, 6, 2, 5)
+    if prefix.dtype == "uint8":
+        np.copyto(out.reshape(squares.shape), squares)
+        return
+    planes = np.ascontiguousarray(squares).reshape(gh * gw, CHANNELS, p * p)  # bytes first: a quarter of what floats would move
+    scale, shift = _affine(prefix)
+    into: Any = out.reshape(planes.shape)
+    if prefix.dtype == "float32":
+        np.multiply(planes, scale, out=into)
+        into += shift
+        return
+    for a in range(0, len(planes), 256):  # in float32, rounded once at the end
+        some = planes[a : a + 256] * scale
+        some += shift
+        into[a : a + 256] = some
+
+
+def _affine(prefix: Prefix) -> tuple[np.ndarray, np.ndarray]:
+    mean, std = np.array(prefix.mean), np.array(prefix.std)
+    return (1.0 / (255.0 * std)).astype(np.float32)[:, None], (-mean / std).astype(np.float32)[:, None]

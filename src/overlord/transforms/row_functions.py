@@ -1,0 +1,127 @@
+"""Rows on their way through a stage, and how users' functions are run over them: one failing row never harms the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from overlord.sources.arrow_numpy import arrow_of
+from overlord.transforms.base import Transform
+from overlord.transforms.columns import Bad, plain, to_columns, to_rows
+from overlord.user_code import where_raised
+
+
+class Frame:
+    """Rows on their way through a stage: which input rows they are, and what became of the others."""
+
+    __slots__ = ("at", "bad", "dropped", "index", "laid", "table")
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table, self.index = plain(table), np.arange(table.num_rows)
+        self.bad: list[tuple[int, str]] = []
+        self.dropped = 0
+        self.at = -1  # the row that a function has now; -1: all of them
+        self.laid: Any = None  # images of the rows (imagerows.Laid), once they are read
+
+    def put(self, name: str, values: pa.Array) -> None:
+        at = self.table.column_names.index(name) if name in self.table.column_names else -1
+        self.table = self.table.append_column(name, values) if at < 0 else self.table.set_column(at, name, values)
+
+    def report(self, bad: Mapping[int, str]) -> np.ndarray:
+        """Notes the bad rows and returns the others, as positions in the table."""
+        self.bad += [(int(self.index[i]), reason) for i, reason in bad.items()]
+        mask = np.ones(self.table.num_rows, bool)
+        mask[list(bad)] = False
+        return np.flatnonzero(mask)
+
+    def drop(self, bad: Mapping[int, str]) -> None:
+        if bad:
+            self.take(self.report(bad))
+
+    def drop_all(self, reason: str) -> None:
+        self.drop(dict.fromkeys(range(self.table.num_rows), reason))
+
+    def keep(self, mask: np.ndarray) -> None:
+        if not mask.all():
+            self.take(np.flatnonzero(mask))
+
+    def take(self, rows: np.ndarray) -> None:
+        self.table, self.index = self.table.take(arrow_of(rows)), self.index[rows]
+
+
+def run_whole(frame: Frame, t: Transform, fn: Callable[..., Any], check: Callable[[Any, int], Any]) -> Any:
+    """``fn`` over all rows at once. If it raises, it is called with each row alone, and the rows on which it raises are reported.
+
+    ``check(result, rows)`` says what is wrong with a result: that is a fault of the function, not of a row, and ends the job.
+    """
+    try:
+        result = fn(to_columns(frame.table))
+    except MemoryError:
+        raise
+    except Exception:
+        return _run_alone(frame, t, fn, check)
+    return check(result, frame.table.num_rows)
+
+
+def _run_alone(frame: Frame, t: Transform, fn: Callable[..., Any], check: Callable[[Any, int], Any]) -> Any:
+    bad: Bad = {}
+    alone = []
+    for i in range(frame.table.num_rows):
+        frame.at = i
+        try:
+            result = fn(to_columns(frame.table.slice(i, 1)))
+        except MemoryError:
+            raise
+        except Exception as fault:
+            bad[i] = f"{t!r}: {said(fault)}"
+        else:
+            alone.append(check(result, 1))
+    frame.at = -1
+    frame.drop(bad)
+    if alone and isinstance(alone[0], Mapping):
+        return join_rows([{name: values[0] for name, values in row.items()} for row in alone])
+    return [values[0] for values in alone]
+
+
+def join_rows(rows: list[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Rows as columns, in order of first appearance; what a row does not have is null."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def run_each(
+    frame: Frame, t: Transform, fn: Callable[..., Any], check: Callable[[Any], Any], chance: Iterator[Any] | None = None
+) -> list[Any]:
+    """``fn`` row by row; a row that fails, or gives what it should not, is reported and left out."""
+    bad: Bad = {}
+    results = []
+    for i, row in enumerate(_rows(frame.table)):
+        frame.at = i
+        rng = next(chance) if chance is not None else None
+        try:
+            row = row() if callable(row) else row
+            results.append(check(fn(row) if rng is None else fn(row, rng)))
+        except MemoryError:
+            raise
+        except Exception as fault:
+            bad[i] = f"{t!r}: {said(fault)}"
+    frame.at = -1
+    frame.drop(bad)
+    return results
+
+
+def _rows(table: pa.Table) -> Iterator[Any]:
+    """Rows as dicts; where the table does not convert (text that is no UTF-8), as calls that each convert or fail alone."""
+    try:
+        yield from to_rows(table)
+    except UnicodeDecodeError:
+        for i in range(table.num_rows):
+            yield lambda i=i: to_rows(table.slice(i, 1))[0]
+
+
+def said(fault: BaseException) -> str:
+    text = f"{type(fault).__name__}: {fault}" if str(fault) else type(fault).__name__
+    return (text if len(text) <= 200 else text[:197] + "...") + where_raised(fault)

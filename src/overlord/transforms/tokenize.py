@@ -1,0 +1,177 @@
+"""Text to token ids, by Hugging Face tokenizers: in batches, so that the interpreter lock is released while it works."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from overlord.errors import TransformError
+from overlord.extras import pip_install
+from overlord.hashing import digest
+from overlord.process.malloc import give_back
+from overlord.sample import Ragged
+from overlord.transforms.base import column_problems, flag_problems, refuse
+
+TEXTS = 32  # encoded at a time: what the tokenizer gives takes 100 to 200 bytes a token until its ids are taken out; more is no faster
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Tokenize:
+    """Text of one column to token ids in the smallest type that holds the vocabulary.
+
+    ``tokenizer`` is a ``tokenizer.json``. ``bos`` and ``eos``, tokens or ids, go before and after every text; padding and
+    truncation that the file asks for are ignored, since a row's ids must not depend on the rows beside it.
+    """
+
+    tokenizer: str | Path
+    text: str = "text"
+    add_special_tokens: bool = field(default=False, kw_only=True)
+    bos: str | int | None = field(default=None, kw_only=True)
+    eos: str | int | None = field(default=None, kw_only=True)
+    kind: ClassVar[str] = "tokenize"
+    user_code: ClassVar[bool] = False
+    holds_lock: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        problems = column_problems("text", self.text) + flag_problems(self, "add_special_tokens")
+        if not isinstance(self.tokenizer, (str, os.PathLike)) or not os.fspath(self.tokenizer):
+            problems.append(f"tokenizer: wanted the path of a tokenizer.json, found {type(self.tokenizer).__name__} {self.tokenizer!r:.60}")
+        else:
+            object.__setattr__(self, "tokenizer", os.path.expanduser(str(self.tokenizer)))  # equal however the path was given
+        for name in ("bos", "eos"):
+            token = getattr(self, name)
+            plain = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31
+            if not (token is None or plain or (isinstance(token, str) and token)):
+                problems.append(f"{name}: wanted a token or an id from 0 to 2**31 - 1, found {token!r}")
+        refuse("Tokenize", problems)
+
+    def __repr__(self) -> str:
+        extra = ", add_special_tokens=True" if self.add_special_tokens else ""
+        extra += "".join(f", {n}={getattr(self, n)!r}" for n in ("bos", "eos") if getattr(self, n) is not None)
+        return f"Tokenize({str(self.tokenizer)!r}, text={self.text!r}{extra})"
+
+    def fingerprint(self) -> str:
+        options = (self.text, self.add_special_tokens, self.bos, self.eos)
+        return digest("tokenize", content_digest(str(self.tokenizer)), *(repr(o) for o in options))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoder:
+    """A tokenizer ready to run, with one spec's options."""
+
+    tokenizer: Any
+    add_special_tokens: bool
+    bos: int | None
+    eos: int | None
+    dtype: np.dtype[Any]
+    content: str  # fingerprint of the tokenizer's file
+
+    def encode(self, texts: list[str]) -> Ragged:
+        """Ids of every text. One C call per text moves the ids over; ``array.fromlist`` costs half of ``np.array(ids)``."""
+        ids, lengths = array("I"), array("q")
+        before, after = ([] if token is None else [token] for token in (self.bos, self.eos))
+        for k in range(0, len(texts), TEXTS):
+            for encoding in self.tokenizer.encode_batch_fast(texts[k : k + TEXTS], add_special_tokens=self.add_special_tokens):
+                start = len(ids)
+                ids.fromlist(before)
+                ids.fromlist(encoding.ids)
+                ids.fromlist(after)
+                lengths.append(len(ids) - start)
+        offsets = np.zeros(len(texts) + 1, np.int64)
+        np.cumsum(np.frombuffer(lengths, np.int64) if lengths else np.zeros(0, np.int64), out=offsets[1:])
+        values = np.frombuffer(ids, np.uintc) if ids else np.zeros(0, np.uintc)
+        return Ragged(values.astype(self.dtype, copy=False), offsets)
+
+
+_lock = Lock()
+_digests: dict[str, tuple[tuple[int, int], str]] = {}  # path -> ((size, mtime), content): 300 sources share one file
+_loaded: dict[str, tuple[Any, int]] = {}  # content -> tokenizer, highest id
+
+
+def content_digest(path: str, source: str = "") -> str:
+    """A fingerprint of the file's content, so that moving a tokenizer changes nothing and editing it does."""
+    return _content(path, source)[0]
+
+
+def build_encoder(spec: Tokenize, source: str = "") -> Encoder:
+    """Loads the tokenizer once per process and content; every thread shares it."""
+    path = str(spec.tokenizer)
+    with _lock:
+        key, content = _content(path, source)
+        if key not in _loaded:
+            _loaded[key] = _load(path, content if content is not None else Path(path).read_bytes(), source)
+        tokenizer, top = _loaded[key]
+    bos, eos = (_token_id(tokenizer, spec, name, source) for name in ("bos", "eos"))
+    highest = max([top, *(token for token in (bos, eos) if token is not None)])
+    return Encoder(tokenizer, spec.add_special_tokens, bos, eos, np.min_scalar_type(highest), key)
+
+
+def same_content(encoder: Encoder, spec: Tokenize, wanted: str, source: str) -> None:
+    """In a process that is started later: a job has one vocabulary, whatever becomes of the file."""
+    if encoder.content != wanted:
+        problem = f"the tokenizer file {spec.tokenizer} has changed since the job was launched"
+        raise TransformError(source, "Tokenize", problem, "put back the one it was launched with, or launch the job anew")
+
+
+def _content(path: str, source: str) -> tuple[str, bytes | None]:
+    try:
+        stat = os.stat(path)
+        seen = (stat.st_size, stat.st_mtime_ns)
+        if (known := _digests.get(path)) and known[0] == seen:
+            return known[1], None
+        content = Path(path).read_bytes()
+    except OSError as fault:
+        problem = f"cannot read the tokenizer file {path}: {fault.strerror or fault}"
+        raise TransformError(source, "Tokenize", problem, "give the path of a tokenizer.json") from fault
+    _digests[path] = (seen, digest(content))
+    return _digests[path][1], content
+
+
+class _Model(msgspec.Struct):
+    dropout: float | None = None
+
+
+class _File(msgspec.Struct):
+    """The one field of a tokenizer.json that matters here: to parse all of it takes ten times its size."""
+
+    model: _Model | None = None
+
+
+def _load(path: str, content: bytes, source: str) -> tuple[Any, int]:
+    # Worker threads already run side by side; threads of tokenizers' own beside them cost 25 % more CPU per byte.
+    # The variable is read at every call, so this holds from here on; whoever has set it keeps what they set.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as fault:
+        raise TransformError(source, "Tokenize", "the package tokenizers is not installed", pip_install("text")) from fault
+    try:
+        dropout = getattr(msgspec.json.decode(content, type=_File).model, "dropout", None)
+        tokenizer = Tokenizer.from_buffer(content)
+    except Exception as fault:  # tokenizers raises plain Exception
+        raise TransformError(source, "Tokenize", f"{path} is no tokenizer.json: {fault}") from fault
+    if dropout:
+        problem = f"{path} asks for a dropout of {dropout}, which gives other ids at every run"
+        raise TransformError(source, "Tokenize", problem, "set model.dropout to null in the file")
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    top = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    give_back()  # what was parsed: 7 MB of 15 with a file of 1.7 MB
+    return tokenizer, top
+
+
+def _token_id(tokenizer: Any, spec: Tokenize, name: str, source: str) -> int | None:
+    token = getattr(spec, name)
+    if token is None or isinstance(token, int):
+        return token
+    found: int | None = tokenizer.token_to_id(token)
+    if found is None:
+        raise TransformError(source, "Tokenize", f"{name}: the vocabulary of {spec.tokenizer} has no token {token!r}", "or give its id")
+    return found

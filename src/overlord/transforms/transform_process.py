@@ -1,0 +1,291 @@
+"""A process of its own for a source whose transforms hold the interpreter lock, or that asks for it (``workers="processes"``).
+
+Code crosses once, at spawn. After that only data travels: a small JSON header, then Arrow IPC for tables and raw
+buffers for arrays. Nothing is unpickled on either side, so a batch can never be more than data.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from threading import Lock, local
+from typing import Any, NoReturn
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from overlord.errors import ActorLost, DataStall, TransformError
+from overlord.process import forkserver
+from overlord.process.forkserver import UNGUARDED, how_it_ended
+from overlord.sample import Column, Items, Ragged
+from overlord.transforms.base import Block, RowIds, Staged
+from overlord.transforms.pipeline import Pipeline
+from overlord.user_code import where_raised
+
+DEADLINE_S = 300.0  # for one batch of user code; also for the start of the process
+CLOSE_S = 0.5  # a child that does not leave by itself in this time is killed; Ctrl-C is to end a program within a second
+
+
+class Call(msgspec.Struct, frozen=True):
+    """Parent to child; the table follows, for the slice stage the row numbers before it."""
+
+    stage: str
+    epoch: int = 0
+    file: int = 0
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """Child to parent; the arrays follow in this order, and the table where there is one."""
+
+    arrays: list[tuple[str, str]] = []  # (name, dtype)
+    table: bool = False
+    bad: list[tuple[int, str]] = []
+    dropped: int = 0
+    image_bytes: tuple[int, int] = (0, 0)  # in files, as pixels
+    error: list[str] | None = None  # TransformError's fields, or [name, text] of anything else
+    core_s: float = 0.0  # that cores were busy with it, there
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    process: Any
+    pipe: Connection
+
+
+class _Spent(local):
+    """By thread."""
+
+    seconds = 0.0
+
+
+class TransformWorker:
+    """The stages of a pipeline, run by a child process. Safe to call from several threads, one batch at a time."""
+
+    def __init__(self, pipeline: Pipeline, name: str = "", *, deadline_s: float = DEADLINE_S) -> None:
+        self.name = name or f"transforms of {pipeline.source!r}"
+        self._pipeline, self._deadline_s, self._lock = pipeline, deadline_s, Lock()
+        self._spent = _Spent()
+        self._child: _Child | None = _spawn(pipeline, self.name, deadline_s)
+        with self._lock:
+            self._answer("start")  # imports and tokenizer are paid here, and their faults told
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.process.pid if self._child else None
+
+    elsewhere = True  # whoever calls waits for another process
+
+    @property
+    def has_slice_stage(self) -> bool:
+        return self._pipeline.has_slice_stage
+
+    def running(self, thread: int) -> tuple[str, int]:
+        """As of a pipeline; the process does not tell in which of its transforms it is before it is through with all of a stage."""
+        return f"{self._what()}, in process {self.pid},", -1
+
+    def _what(self) -> str:
+        code = [repr(t) for t in self._pipeline.transforms if t.user_code]
+        return " or ".join(code or map(repr, self._pipeline.transforms)) or "no transform"
+
+    def core_s(self) -> float:
+        """Seconds that cores were busy in the child for the thread that asks: several loaders may share a worker."""
+        return self._spent.seconds
+
+    def set_deadline(self, seconds: float) -> None:
+        """How long one batch may take from now on."""
+        if self._child is not None:
+            self._deadline_s = seconds
+            _set_deadline(self._child.pipe, seconds)
+
+    def slice_stage(self, table: pa.Table, ids: RowIds) -> Staged:
+        rows = _raw(np.asarray(ids.row, np.int64))
+        reply, _, out = self._call(Call("slice", int(ids.epoch), int(ids.file)), [rows, _to_ipc(table)])
+        return Staged(out["table"], out["index"], reply.bad, reply.dropped)
+
+    def row_stage(self, table: pa.Table) -> Block:
+        reply, names, out = self._call(Call("row"), [_to_ipc(table)])
+        meta: dict[str, Column] = {name.removeprefix("meta."): out[name] for name in names if name.startswith("meta.")}
+        for name in (n.removeprefix("offsets.") for n in names if n.startswith("offsets.")):
+            meta[name] = Ragged(out[f"meta.{name}"], out[f"offsets.{name}"])
+        items = Items(Ragged(out["items"], out["items.offsets"]), out["items.counts"]) if "items" in out else None
+        ids = Ragged(out["values"], out["offsets"])
+        return Block(out["index"], out["part"], ids, meta, reply.bad, items, *reply.image_bytes, out["long"], out["lost"])
+
+    def close(self) -> None:
+        """Ends the child: it leaves when its pipe closes, and is killed when it does not."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.pipe.close()
+        child.process.join(CLOSE_S)
+        if child.process.is_alive():
+            child.process.kill()
+            child.process.join(CLOSE_S)
+        if child.process.exitcode is not None:
+            child.process.close()
+
+    def __enter__(self) -> TransformWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, call: Call, parts: list[Any]) -> tuple[Reply, list[str], dict[str, Any]]:
+        with self._lock:
+            if self._child is None:
+                raise ActorLost(self.name, "it was closed, or lost earlier")
+            try:
+                _send(self._child.pipe, call, parts)
+            except BlockingIOError:
+                self._stalled(call.stage)
+            except OSError:
+                self._lost(call.stage)
+            return self._answer(call.stage)
+
+    def _answer(self, stage: str) -> tuple[Reply, list[str], dict[str, Any]]:
+        assert self._child is not None
+        pipe, out = self._child.pipe, {}
+        try:
+            reply = msgspec.json.decode(pipe.recv_bytes(), type=Reply)
+            for name, dtype in reply.arrays:
+                out[name] = _array(pipe.recv_bytes(), dtype)
+            if reply.table:
+                out["table"] = _from_ipc(pipe.recv_bytes())
+        except BlockingIOError:
+            self._stalled(stage)
+        except (OSError, EOFError):
+            self._lost(stage)
+        self._spent.seconds += reply.core_s
+        if reply.error is not None:
+            self._raise(reply.error)
+        return reply, [name for name, _ in reply.arrays], out
+
+    def _stalled(self, stage: str) -> NoReturn:
+        """The pipe is now in the middle of a message, so the child is of no more use."""
+        self._end(patience_s=0.0)
+        raise DataStall(f"{self.name}, {stage} stage, to get through {self._what()}", self._deadline_s)
+
+    def _lost(self, stage: str) -> NoReturn:
+        code = self._end()
+        how = how_it_ended(code)
+        when = "before it could start" if stage == "start" else "in the middle of its work"
+        raise ActorLost(self.name, f"its process ended {when} ({how}){UNGUARDED if stage == 'start' else ''}")
+
+    def _end(self, patience_s: float = CLOSE_S) -> int | None:
+        assert self._child is not None
+        process = self._child.process
+        process.join(patience_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join(CLOSE_S)
+        code: int | None = process.exitcode
+        self.close()
+        return code
+
+    def _raise(self, error: list[str]) -> NoReturn:
+        if error[0] == "MemoryError":
+            raise MemoryError(f"{self.name}: {error[1]}")
+        if error[0] == "TransformError":
+            raise TransformError(*error[1:])
+        raise TransformError(self._pipeline.source, self.name, f"{error[0]}: {error[1]}")
+
+
+def _spawn(pipeline: Pipeline, name: str, deadline_s: float) -> _Child:
+    for transform in pipeline.transforms:
+        try:
+            pickle.dumps(transform)
+        except Exception as fault:  # pickle raises PicklingError, AttributeError or TypeError
+            problem, remedy = (
+                f"cannot be sent to a worker process: {fault}",
+                "use a function of a module, not a lambda or an inner function",
+            )
+            raise TransformError(pipeline.source, repr(transform), problem, remedy) from fault
+    ours, theirs = forkserver.context().Pipe(duplex=True)
+    _set_deadline(ours, deadline_s)
+    process = forkserver.process(target=_serve, args=(theirs, pipeline), name=name, daemon=True)
+    try:
+        process.start()
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()  # only the child holds its end now, so that its death ends our wait
+    return _Child(process, ours)
+
+
+def _set_deadline(pipe: Connection, seconds: float) -> None:
+    """Both directions, by the kernel: ``poll`` sees only a message's first byte, and a send has no time-out at all."""
+    with socket.socket(fileno=socket.dup(pipe.fileno())) as end:
+        timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+
+def _serve(pipe: Connection, pipeline: Pipeline) -> None:
+    """The child: answers until its pipe ends, which it does however the parent ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to leave
+    forkserver.die_with_parent()  # also in the middle of a batch
+    try:
+        _send(pipe, Reply(), [])
+        while True:
+            call = msgspec.json.decode(pipe.recv_bytes(), type=Call)
+            rows = _array(pipe.recv_bytes(), "<i8") if call.stage == "slice" else None
+            table, before = _from_ipc(pipe.recv_bytes()), time.process_time()
+            reply, parts = _work(pipeline, call, rows, table)
+            _send(pipe, msgspec.structs.replace(reply, core_s=time.process_time() - before), parts)
+    except (EOFError, OSError):
+        return
+
+
+def _work(pipeline: Pipeline, call: Call, rows: np.ndarray | None, table: pa.Table) -> tuple[Reply, list[Any]]:
+    try:
+        if rows is not None:
+            staged = pipeline.slice_stage(table, RowIds(call.epoch, call.file, rows))
+            reply = Reply([("index", staged.index.dtype.str)], True, staged.bad, staged.dropped)
+            return reply, [_raw(staged.index), _to_ipc(staged.table)]
+        block = pipeline.row_stage(table)
+    except TransformError as fault:
+        return Reply(error=["TransformError", fault.source, fault.transform, fault.problem, fault.remedy]), []
+    except Exception as fault:
+        return Reply(error=[type(fault).__name__, f"{fault}{where_raised(fault)}"]), []
+    arrays = {"index": block.index, "part": block.part, "values": block.tokens.values, "offsets": block.tokens.offsets}
+    arrays |= {"long": block.long, "lost": block.lost}
+    arrays |= {f"meta.{name}": c.values if isinstance(c, Ragged) else c for name, c in block.meta.items()}
+    arrays |= {f"offsets.{name}": c.offsets for name, c in block.meta.items() if isinstance(c, Ragged)}
+    if block.items is not None:
+        items = block.items.bytes.compact()
+        arrays |= {"items": items.values, "items.offsets": items.offsets, "items.counts": block.items.counts}
+    sizes = (block.image_bytes_in, block.image_bytes_out)
+    reply = Reply([(name, a.dtype.str) for name, a in arrays.items()], False, block.bad, image_bytes=sizes)
+    return reply, [_raw(a) for a in arrays.values()]
+
+
+def _send(pipe: Connection, header: Call | Reply, parts: list[Any]) -> None:
+    pipe.send_bytes(msgspec.json.encode(header))
+    for part in parts:
+        pipe.send_bytes(part)
+
+
+def _raw(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).view(np.uint8).data
+
+
+def _array(message: bytes, dtype: str) -> np.ndarray:
+    return np.frombuffer(message, dtype) if message else np.zeros(0, dtype)
+
+
+def _to_ipc(table: pa.Table) -> memoryview:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return memoryview(sink.getvalue())
+
+
+def _from_ipc(message: bytes) -> pa.Table:
+    return pa.ipc.open_stream(pa.py_buffer(message)).read_all()

@@ -1,0 +1,105 @@
+"""The client's way to a link: the local socket if it answers, TCP otherwise, then the handshake."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import time
+from typing import Any
+
+from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
+from overlord.transport.address import HAS_SHARED_MEMORY, Address, shown, tune
+from overlord.transport.connection import MAX_HELD, SocketLink
+from overlord.transport.handshake import Later, client_side
+from overlord.transport.shared_memory import Ring
+
+TRANSPORTS = ("auto", "unix", "tcp")
+MAX_HOLD = 2**16
+AGAIN_S = 0.1  # until the next try, where a server has no room or time just now
+
+
+def dial(
+    address: str, token: str, hello: dict[str, Any], *, timeout_s: float, ring: Ring | None = None, transport: str = "auto", name: str = "",
+) -> tuple[SocketLink, dict[str, Any]]:  # fmt: skip
+    """A link to the server at an address, and its welcome. ``name`` is how the server calls this side in its errors."""
+    if transport not in TRANSPORTS:
+        raise OverlordError(f"transport {transport!r}: wanted one of {', '.join(TRANSPORTS)}")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _dial(address, token, {"hello": hello, "name": name}, deadline, timeout_s, ring, transport)
+        except Later as later:  # this process stood still for seconds, or a thousand others came first: nothing that should end a trainer
+            if time.monotonic() + AGAIN_S > deadline:
+                raise DataStall(f"{shown(address)} to take a connection, which it refuses for now ({later.reason})", timeout_s) from None
+        time.sleep(AGAIN_S)
+
+
+def _dial(
+    address: str, token: str, hello: dict[str, Any], deadline: float, timeout_s: float, ring: Ring | None, transport: str
+) -> tuple[SocketLink, dict[str, Any]]:  # fmt: skip
+    where = shown(address)
+    sock = _connect(Address.parse(address), transport, deadline)
+    try:
+        said = _greet(sock, where, token, hello, deadline, timeout_s)
+        welcome, hold = said.get("welcome"), said.get("hold")
+        if not isinstance(welcome, dict) or type(hold) is not int or not 0 <= hold <= MAX_HOLD:
+            raise LinkRefused(where, "its answer holds no welcome")
+        tune(sock)
+        return SocketLink(sock, where, ring=ring, max_held=MAX_HELD + hold), welcome
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _connect(address: Address, transport: str, deadline: float) -> socket.socket:
+    if transport == "unix" or (transport == "auto" and HAS_SHARED_MEMORY):
+        try:
+            return _connect_local(address, deadline)
+        except OSError as e:
+            if transport == "unix" or not address.port:
+                raise ActorLost(shown(str(address)), f"nobody answers at its local socket: {e.strerror or e}") from e
+    try:
+        return socket.create_connection((address.host, address.port), max(0.001, deadline - time.monotonic()))
+    except OSError as e:
+        raise ActorLost(str(address), f"nobody answers: {e.strerror or e}") from e
+
+
+def _connect_local(address: Address, deadline: float) -> socket.socket:
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            sock.connect(address.local_name)
+            return sock
+        except OSError as e:
+            sock.close()
+            if e.errno != errno.EAGAIN or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)  # its queue of connections is full, and nothing tells when it is not
+
+
+def _greet(sock: socket.socket, address: str, token: str, hello: dict[str, Any], deadline: float, timeout_s: float) -> dict[str, Any]:
+    steps = client_side(token, hello, address)
+    step, answer = next(steps), b""
+    try:
+        while True:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            if isinstance(step, bytes):
+                with contextlib.suppress(BrokenPipeError):  # it has hung up: why is there to be read
+                    sock.sendall(step)
+                step = next(steps)
+                continue
+            some = sock.recv(step - len(answer))
+            if not some:
+                raise ActorLost(address, "it closed the connection in the handshake")
+            answer += some
+            if len(answer) == step:
+                whole, answer = answer, b""
+                step = steps.send(whole)
+    except StopIteration as done:
+        return done.value
+    except TimeoutError as e:
+        raise DataStall(f"{address} to answer the handshake", timeout_s) from e
+    except OSError as e:
+        raise ActorLost(address, f"the connection broke in the handshake: {e.strerror or e}") from e

@@ -1,0 +1,353 @@
+"""A server of links: one thread for all of them, which never waits for a single one. And ``dial``, the other end.
+
+Callbacks run in that thread, so they must be short. What a slow peer does not take waits in the link's own queue, arrays by
+reference and bounded; whoever sends more from another thread waits, the server's thread does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from overlord.errors import FrameError, LinkRefused, OverlordError
+from overlord.transport.address import HAS_SHARED_MEMORY, Address, check_key, listen_local, listen_tcp, new_key, reachable, tune
+from overlord.transport.connect import dial
+from overlord.transport.connection import CLOSES
+from overlord.transport.handshake import SILENCE_S, Accepted, refusal, server_side
+from overlord.transport.server_connection import LINGER_S, ServerLink
+from overlord.transport.shared_memory import Ring
+
+__all__ = ["Server", "dial"]
+
+MAX_PENDING = 256  # connections that have not shown the token; beyond it the oldest goes
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+log = logging.getLogger("overlord.transport")
+
+OnMessage = Callable[[ServerLink, Any], None]
+OnOpen = Callable[[ServerLink, dict[str, Any]], dict[str, Any]]
+OnClose = Callable[[ServerLink, str], None]
+
+
+class Pending:
+    """A connection that has not shown the token yet."""
+
+    def __init__(self, sock: socket.socket, name: str, token: str, deadline: float):
+        self.sock, self.name, self.deadline = sock, name, deadline
+        self._steps = server_side(token, name)
+        self._wanted, self._got = self._steps.send(None), b""  # type: ignore[arg-type]
+
+    def read(self) -> Accepted | None:
+        """Takes what has come; what is accepted when the peer has shown the token. ``LinkRefused`` otherwise."""
+        while True:
+            if isinstance(self._wanted, bytes):
+                self.say(self._wanted)
+                self._wanted = next(self._steps)
+                continue
+            try:
+                some = self.sock.recv(self._wanted - len(self._got))
+            except (BlockingIOError, InterruptedError):
+                return None
+            if not some:
+                raise ConnectionResetError("it closed the connection")
+            self._got += some
+            if len(self._got) == self._wanted:
+                whole, self._got = self._got, b""
+                try:
+                    self._wanted = self._steps.send(whole)
+                except StopIteration as done:
+                    return done.value
+
+    def say(self, data: bytes) -> None:
+        """A few bytes into an empty socket: a peer for whom they do not fit is none of ours."""
+        if self.sock.send(data) != len(data):
+            raise ConnectionResetError("it does not read")
+
+
+class Server:
+    """Accepts links at ``address``. ``on_open`` returns the welcome, or raises: then the peer is refused with that text."""
+
+    def __init__(
+        self, *, token: str, on_message: OnMessage, on_open: OnOpen | None = None, on_close: OnClose | None = None,
+        ring: Ring | None = None, host: str = "127.0.0.1", port: int | range = 0, tcp: bool = True, key: str | None = None, hold: int = 0,
+        silence_s: float = SILENCE_S,
+    ):  # fmt: skip
+        if not tcp and not HAS_SHARED_MEMORY:
+            raise OverlordError("a server without TCP needs shared memory and unix sockets, which this platform lacks; leave tcp=True")
+        self._token, self._hold, self._silence_s = token, hold, silence_s
+        self._on_message, self._on_open, self._on_close = on_message, on_open or _welcome_all, on_close or _ignore
+        self._listeners = [listen_tcp(host, port)] if tcp else []
+        found = Address(host=reachable(host), port=self._listeners[0].getsockname()[1] if tcp else 0, key=check_key(key or new_key()))
+        self.address = str(found)
+        if HAS_SHARED_MEMORY:
+            try:
+                self._listeners.append(listen_local(found))
+            except OverlordError:
+                for sock in self._listeners:
+                    sock.close()
+                raise
+        self._own_ring = None if ring else Ring(name=found.key)
+        self.ring = ring or self._own_ring
+        self._links: set[ServerLink] = set()
+        self._leaving: set[ServerLink] = set()  # closed, but not all is sent
+        self._pending: dict[int, Pending] = {}  # oldest first
+        self._todo: deque[Callable[[], None]] = deque()
+        self._paused_until = 0.0
+        self._closing_at: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._bell = WakePair()
+        self._selector.register(self._bell, READ, self._bell.silence)
+        for sock in self._listeners:
+            self._selector.register(sock, READ, lambda sock=sock: self._accept(sock))
+        self._thread = threading.Thread(target=self._run, name=f"overlord-server-{found.key}", daemon=True)
+        self._thread.start()
+
+    @property
+    def links(self) -> list[ServerLink]:
+        return list(self._links)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Sends what is queued, for up to ``LINGER_S``, and ends all links."""
+        self.later(self._begin_close)
+        if threading.get_ident() != self._thread.ident:
+            self._thread.join(timeout_s)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # for links: they may call these from any thread
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Run something in the server's thread."""
+        self._todo.append(work)
+        self._bell.ring()
+
+    def caught_up(self, timeout_s: float) -> bool:
+        """Waits until what lay in the sockets of its links when this was called has been read: whoever asks what a peer said last, and
+        knows that it said it, must not be answered before that is heard."""
+        done = threading.Event()
+        self.later(lambda: self.later(done.set))  # the round under way may have looked before; the next one has not
+        return done.wait(timeout_s)
+
+    @property
+    def in_its_thread(self) -> bool:
+        return threading.get_ident() == self._thread.ident
+
+    def watch_writing(self, link: ServerLink) -> None:
+        if link in self._links:
+            self._selector.modify(link.fileno(), READ | WRITE, link)
+
+    def watch_leaving(self, link: ServerLink) -> None:
+        if link in self._links:
+            self._leaving.add(link)
+
+    # the thread
+
+    def _run(self) -> None:
+        while not self._finished():
+            for key, mask in self._selector.select(self._patience()):
+                if isinstance(key.data, ServerLink):
+                    self._serve(key.data, mask)
+                elif isinstance(key.data, Pending):
+                    self._greet(key.data)
+                else:
+                    key.data()
+            for _ in range(len(self._todo)):  # what these leave to be done is for the next round
+                self._todo.popleft()()
+            self._look_at_the_clock()
+        self._end()
+
+    def _patience(self) -> float | None:
+        oldest = next(iter(self._pending.values()), None)
+        deadlines = [oldest.deadline] if oldest else []
+        deadlines += [link.linger_until for link in self._leaving] + [d for d in (self._paused_until, self._closing_at or 0.0) if d]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _look_at_the_clock(self) -> None:
+        now = time.monotonic()
+        while (oldest := next(iter(self._pending.values()), None)) and oldest.deadline <= now:
+            self._refuse(oldest, f"it did not finish the handshake in {self._silence_s:g} s", later=True)
+        for link in [x for x in self._leaving if x.linger_until <= now or not x.waiting]:
+            self.drop(link, link.reason)
+        if self._paused_until and self._paused_until <= now:
+            self._paused_until = 0.0
+            for sock in self._listeners:
+                self._selector.register(sock, READ, lambda sock=sock: self._accept(sock))
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(64):
+            try:
+                sock, where = listener.accept()
+            except OSError as e:
+                if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    self._pause(e)
+                return  # nothing more, or a connection that has gone again
+            if len(self._pending) >= MAX_PENDING:
+                self._refuse(next(iter(self._pending.values())), "too many connections that say nothing", later=True)
+            tune(sock)
+            pending = Pending(sock, _name_of(sock, where), self._token, time.monotonic() + self._silence_s)
+            self._pending[sock.fileno()] = pending
+            self._selector.register(sock, READ, pending)
+
+    def _pause(self, error: OSError) -> None:
+        """This process may open no more files: connections wait a while, those that say nothing make room."""
+        log.warning("cannot accept connections: %s", error.strerror)
+        if self._pending:
+            self._refuse(next(iter(self._pending.values())), "no room", later=True)
+        if not self._paused_until:
+            self._paused_until = time.monotonic() + 0.2
+            for sock in self._listeners:
+                self._selector.unregister(sock)
+
+    def _greet(self, pending: Pending) -> None:
+        if self._pending.get(pending.sock.fileno()) is not pending:
+            return
+        try:
+            accepted = pending.read()
+        except LinkRefused as e:
+            self._refuse(pending, e.reason)
+        except OSError as e:
+            self._forget(pending)
+            log.debug("%s left during the handshake: %s", pending.name, e)
+        else:
+            if accepted is not None:
+                self._welcome(pending, accepted)
+
+    def _welcome(self, pending: Pending, accepted: Accepted) -> None:
+        said = accepted.hello
+        hello = said.get("hello")
+        if not isinstance(hello, dict):
+            return self._refuse(pending, "its handshake holds no hello")
+        name = said.get("name")
+        link = ServerLink(pending.sock, name[:200] if isinstance(name, str) and name else pending.name, ring=self.ring, server=self)
+        try:
+            welcome = accepted.seal({"welcome": self._on_open(link, hello), "hold": self._hold})
+        except Exception as e:  # whatever the callback raises is the peer's answer
+            link.abandon()
+            return self._refuse(pending, f"{e}" if isinstance(e, OverlordError) else f"{type(e).__name__}: {e}")
+        del self._pending[pending.sock.fileno()]
+        self._links.add(link)
+        self._selector.modify(pending.sock, READ, link)
+        link.begin(welcome)
+        return None
+
+    def _refuse(self, pending: Pending, reason: str, *, later: bool = False) -> None:
+        """``later``: it may come again, as one that stood still in the middle of its handshake does."""
+        with contextlib.suppress(OSError):
+            pending.say(refusal(reason, later=later))
+        self._forget(pending)
+
+    def _forget(self, pending: Pending) -> None:
+        del self._pending[pending.sock.fileno()]
+        self._selector.unregister(pending.sock)
+        pending.sock.close()
+
+    def _serve(self, link: ServerLink, mask: int) -> None:
+        if mask & WRITE and link in self._links and link.go_on():
+            self._selector.modify(link.fileno(), READ, link)
+        if mask & READ and link in self._links:
+            self._hear(link)
+
+    def _hear(self, link: ServerLink) -> None:
+        """One read of a link, and the messages in it: then the others have their turn."""
+        try:
+            alive = link.hear(lambda value: self._on_message(link, value))
+        except FrameError as e:
+            self.drop(link, str(e))
+        except OverlordError as e:  # the callback does not want what came
+            log.warning("%s is cut off: %s", link.peer, e)
+            self.drop(link, str(e))
+        except Exception as e:  # of the callback: this link ends, the others live on
+            log.exception("on_message failed for %s", link.peer)
+            self.drop(link, f"{type(e).__name__}: {e}")
+        else:
+            if not alive:
+                self.drop(link, link.reason)
+
+    def drop(self, link: ServerLink, reason: str) -> None:
+        """Ends a link for good, once."""
+        if link not in self._links:
+            return
+        self._links.discard(link)
+        self._leaving.discard(link)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(link.fileno())
+        link.end(reason)
+        try:
+            self._on_close(link, reason)
+        except Exception:
+            log.exception("on_close failed for %s", link.peer)
+
+    # the end
+
+    def _begin_close(self) -> None:
+        if self._closing_at is None:
+            self._closing_at = time.monotonic() + LINGER_S
+            for link in list(self._links):
+                link.close(CLOSES)
+
+    def _finished(self) -> bool:
+        return self._closing_at is not None and (not self._links or time.monotonic() >= self._closing_at)
+
+    def _end(self) -> None:
+        for pending in list(self._pending.values()):
+            self._refuse(pending, CLOSES)
+        for link in list(self._links):
+            self.drop(link, link.reason)
+        for sock in self._listeners:
+            sock.close()
+        self._selector.close()
+        self._bell.close()
+        if self._own_ring is not None:
+            self._own_ring.close()
+
+
+class WakePair:
+    """Wakes a selector, on every platform."""
+
+    def __init__(self) -> None:
+        self._near, self._far = socket.socketpair()
+        for end in (self._near, self._far):
+            end.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._near.fileno()
+
+    def ring(self) -> None:
+        with contextlib.suppress(OSError):  # full: it rings already; closed: nobody listens
+            self._far.send(b"\0")
+
+    def silence(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._near.recv(4096):
+                pass
+
+    def close(self) -> None:
+        self._near.close()
+        self._far.close()
+
+
+def _welcome_all(link: ServerLink, hello: dict[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+def _ignore(link: ServerLink, reason: str) -> None:
+    pass
+
+
+def _name_of(sock: socket.socket, where: Any) -> str:
+    if sock.family == getattr(socket, "AF_UNIX", None):
+        pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return f"process {pid}"
+    return f"{where[0]}:{where[1]}"

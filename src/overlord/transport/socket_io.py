@@ -1,0 +1,219 @@
+"""Envelopes on a socket: a fixed head, then a body. Never blocks: both directions stop where the socket does and go on later.
+
+Open files (shared memory) travel beside the first byte of the envelope that announces them.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from overlord.errors import FrameError
+from overlord.transport.frame import MAX_FRAME_BYTES
+
+HEAD = struct.Struct("<2sBBIQ")  # magic, kind, open files, reserved, bytes of the body
+MAGIC = b"OV"
+FRAME, SHARED, FORGET, RING, BYE = range(1, 6)
+SMALL_BODY = 2**16  # these kinds stay below it; so does the reading ahead
+MAX_FILES = 128  # in one envelope; the kernel takes 253
+JOINED_BYTES = 2**15
+_STAGE = 2**16
+_PIECES = 512  # for one sendmsg; the kernel takes 1024
+# Plain numbers: to combine the enumerations of the socket module costs more than a call of the kernel.
+_NOSIGNAL, _CLOEXEC, _CTRUNC = (int(getattr(socket, f"MSG_{name}", 0)) for name in ("NOSIGNAL", "CMSG_CLOEXEC", "CTRUNC"))
+_INT = array.array("i").itemsize
+_FILES_SPACE = socket.CMSG_SPACE(MAX_FILES * _INT) if hasattr(socket, "CMSG_SPACE") else 0
+
+Memory = Callable[[int], np.ndarray]
+
+
+class Envelope(NamedTuple):
+    kind: int
+    body: bytes | np.ndarray
+    files: list[int]  # whoever takes the envelope closes them
+
+
+class Parcel:
+    """One envelope on its way out. Keeps alive what it refers to."""
+
+    __slots__ = ("files", "keep", "nbytes", "pieces")
+
+    def __init__(self, kind: int, pieces: Sequence[bytes | memoryview], files: Sequence[int] = (), keep: object = None):
+        size = sum(len(piece) for piece in pieces)
+        head = HEAD.pack(MAGIC, kind, len(files), 0, size)
+        self.pieces: deque[bytes | memoryview] = deque((head, *pieces))
+        if size < JOINED_BYTES:  # to copy so little costs less than to send several pieces
+            self.pieces = deque((b"".join(self.pieces),))
+        self.files, self.keep, self.nbytes = files, keep, size + HEAD.size
+
+    @classmethod
+    def raw(cls, data: bytes) -> Parcel:
+        """Bytes as they are: the last word of a handshake."""
+        parcel = cls(BYE, ())
+        parcel.pieces, parcel.nbytes = deque((data,)), len(data)
+        return parcel
+
+    @property
+    def sent(self) -> bool:
+        return not self.pieces
+
+    def write(self, sock: socket.socket) -> int:
+        """Bytes that the socket took now; ``BlockingIOError`` if it takes none."""
+        if len(self.pieces) == 1 and not self.files:  # nearly all
+            taken = sock.send(self.pieces[0], _NOSIGNAL)
+            if taken == len(self.pieces[0]):
+                self.pieces.clear()
+            else:
+                self.pieces[0] = memoryview(self.pieces[0])[taken:]
+            return taken
+        some = [self.pieces[i] for i in range(min(_PIECES, len(self.pieces)))]
+        if self.files:
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self.files))]
+            taken = sock.sendmsg(some, rights, _NOSIGNAL)
+        else:
+            taken = sock.sendmsg(some, (), _NOSIGNAL)
+        self.files = ()
+        left = taken
+        while self.pieces and left >= len(self.pieces[0]):
+            left -= len(self.pieces.popleft())
+        if left:
+            self.pieces[0] = memoryview(self.pieces[0])[left:]
+        return taken
+
+
+class Outbox:
+    """What waits for the socket, in order."""
+
+    def __init__(self) -> None:
+        self._parcels: deque[Parcel] = deque()
+        self.nbytes = 0
+        self.taken = 0  # bytes the socket has taken so far: whether a slow peer moves at all
+
+    def __len__(self) -> int:
+        return len(self._parcels)
+
+    def put(self, parcel: Parcel, *, first: bool = False) -> None:
+        (self._parcels.appendleft if first else self._parcels.append)(parcel)
+        self.nbytes += parcel.nbytes
+
+    def write(self, sock: socket.socket) -> bool:
+        """Whether all is sent; False: the socket takes no more for now."""
+        try:
+            while self._parcels:
+                parcel = self._parcels[0]
+                taken = parcel.write(sock)
+                self.nbytes -= taken
+                self.taken += taken
+                if parcel.sent:
+                    self._parcels.popleft()
+        except (BlockingIOError, InterruptedError):
+            return False
+        return True
+
+    def clear(self) -> None:
+        self._parcels.clear()
+        self.nbytes = 0
+
+
+class Inbox:
+    """Bytes into envelopes. Large bodies are read straight into memory that is used again."""
+
+    def __init__(self, memory: Memory, *, files: bool):
+        self._memory, self._takes_files = memory, files
+        self._stage = bytearray(_STAGE)
+        self._view = memoryview(self._stage)
+        self._start = self._end = 0  # what is read and not yet parsed
+        self._large: np.ndarray | None = None
+        self._filled = 0
+        self._head = (0, 0)  # kind and open files of the large body
+        self._files: list[int] = []
+        self.ready: deque[Envelope] = deque()
+
+    def read(self, sock: socket.socket) -> bool:
+        """One read of what there is. False: the peer has closed. ``BlockingIOError`` if there is nothing."""
+        target = self._view[self._end :] if self._large is None else memoryview(self._large)[self._filled :]  # type: ignore[arg-type]
+        if self._takes_files:
+            n, ancillary, flags, _ = sock.recvmsg_into([target], _FILES_SPACE, _CLOEXEC)
+            self._take_files(ancillary, flags)
+        else:
+            n = sock.recv_into(target)
+        if not n:
+            return False
+        if self._large is not None:
+            self._filled += n
+            if self._filled == len(self._large):
+                self._finish(*self._head, self._large)
+                self._large = None
+        else:
+            self._end += n
+            self._parse()
+        if self._files and (len(self._files) > MAX_FILES or (self._start == self._end and self._large is None)):
+            raise FrameError(f"wanted no open files, found {len(self._files)} that nothing announced")
+        return True
+
+    def _take_files(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._files += array.array("i", data[: len(data) - len(data) % _INT])
+        if flags & _CTRUNC:
+            raise FrameError(f"wanted at most {MAX_FILES} open files at once, found more, or this process may open no more")
+
+    def _parse(self) -> None:
+        while self._end - self._start >= HEAD.size:
+            kind, files, size = self._parse_head()
+            body_at = self._start + HEAD.size
+            if size > SMALL_BODY - HEAD.size:
+                self._begin_large(kind, files, size, body_at)
+                return
+            if self._end - body_at < size:
+                break
+            self._start = body_at + size
+            self._finish(kind, files, bytes(self._view[body_at : self._start]))
+        self._shift()
+
+    def _parse_head(self) -> tuple[int, int, int]:
+        magic, kind, files, reserved, size = HEAD.unpack_from(self._stage, self._start)
+        if magic != MAGIC or not FRAME <= kind <= BYE or reserved:
+            raise FrameError(f"wanted an envelope, found {bytes(self._view[self._start : self._start + HEAD.size])!r}")
+        if size > (MAX_FRAME_BYTES if kind in (FRAME, SHARED) else SMALL_BODY - HEAD.size):
+            raise FrameError(f"wanted a shorter envelope, found kind {kind} of {size} bytes")
+        if files > MAX_FILES or (files and not self._takes_files):
+            raise FrameError(f"wanted at most {MAX_FILES if self._takes_files else 0} open files, found {files} announced")
+        return kind, files, size
+
+    def _begin_large(self, kind: int, files: int, size: int, body_at: int) -> None:
+        try:
+            self._large = self._memory(size)[:size]
+        except MemoryError as e:
+            raise FrameError(f"wanted memory for a body of {size} bytes, found none") from e
+        self._filled = self._end - body_at
+        self._large[: self._filled] = self._view[body_at : self._end]
+        self._head = (kind, files)
+        self._start = self._end = 0
+
+    def _finish(self, kind: int, n_files: int, body: bytes | np.ndarray) -> None:
+        if n_files > len(self._files):
+            raise FrameError(f"wanted {n_files} open files with this envelope, found {len(self._files)}")
+        files, self._files = self._files[:n_files], self._files[n_files:]
+        self.ready.append(Envelope(kind, body, files))
+
+    def _shift(self) -> None:
+        """Room for the rest of an envelope that is partly there."""
+        rest = self._end - self._start
+        if self._start and rest:
+            self._view[:rest] = bytes(self._view[self._start : self._end])
+        self._start, self._end = 0, rest
+
+    def close(self) -> None:
+        """Files that nobody took must not stay open."""
+        for fd in self._files + [fd for envelope in self.ready for fd in envelope.files]:
+            os.close(fd)
+        self._files.clear()
+        self.ready.clear()

@@ -1,0 +1,353 @@
+"""Values of every kind as a header and columns, and back: the walk over both. ``codec`` is the door to it.
+
+The header is MessagePack. Numbers, texts, bytes and None stand for themselves and a map is a dict; every array of MessagePack
+starts with a tag that says what it stands for: a list, a tuple, a column, a record. Decoding imports nothing, runs nothing that
+the bytes name, and builds only registered records and known exceptions, their fields checked against their annotations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from overlord.errors import FrameError
+from overlord.sample import Columns, Ragged
+from overlord.transport.frame import CODES, DTYPES, MAX_DIMS
+
+MAX_DEPTH = 64  # of values inside values; messages have about 8
+MAX_INT_BYTES = 4096
+LONG_BYTES = 2**14  # bytes from here on travel as a column: the header is for what is small
+SMALL_BYTES = 256  # an array of one dimension up to here stands in the header: a column costs more than to copy it
+
+LIST, TUPLE, ARRAY, RAGGED, SCALAR, BIG_INT, LONG, COLUMNS, RECORD, ERROR, SMALL = range(11)  # the tags; never renumbered
+
+Tree = Any  # what MessagePack knows: None, bool, int, float, str, bytes, list, dict
+Packer = Callable[[Any, list[np.ndarray], int], Tree]
+Opener = Callable[[list[Any], list[np.ndarray], int], Any]
+
+PLAIN = frozenset({type(None), bool, int, float, str})
+OPEN_PLAIN = PLAIN | {bytes}
+KEYS = frozenset({str, int})
+PACKERS: dict[type, Packer] = {}
+OPENERS: dict[int, Opener] = {}
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder()
+
+
+class Refused(Exception):
+    """A value, or the bytes of one, that cannot be; each level it passes adds its part to the path."""
+
+    def __init__(self, problem: str, remedy: str = ""):
+        super().__init__(problem, remedy)
+        self.problem, self.remedy, self.path = problem, remedy, [""]
+
+    def inside(self, part: str) -> Refused:
+        self.path.append(part)
+        return self
+
+    def as_error(self) -> FrameError:
+        return FrameError(self.problem, "value" + "".join(reversed(self.path)), self.remedy)
+
+
+# out
+
+
+def encode(value: Any) -> tuple[bytes, list[np.ndarray]]:
+    """A value as a header and columns beside it. Arrays are not copied unless they must be (strided, or big-endian)."""
+    columns: list[np.ndarray] = []
+    try:
+        tree = pack_value(value, columns, 0)
+        try:
+            return _encoder.encode(tree), columns
+        except OverflowError:
+            return _encoder.encode(_with_big_ints(tree)), columns
+    except Refused as e:
+        raise e.as_error() from None
+    except UnicodeEncodeError as e:
+        raise FrameError(f"wanted text, found {e.object!r:.60} with half a character in it", "value") from e
+
+
+def pack_value(value: Any, columns: list[np.ndarray], depth: int) -> Tree:
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if depth > MAX_DEPTH:
+        raise _too_deep()
+    packer = PACKERS.get(kind)
+    return packer(value, columns, depth) if packer is not None else _pack_other(value, columns, depth)
+
+
+def _pack_other(value: Any, columns: list[np.ndarray], depth: int) -> Tree:
+    """Kinds that are found by their base: numpy's scalars, mappings, exceptions."""
+    if isinstance(value, np.str_):
+        return str(value)
+    if isinstance(value, np.generic):
+        return _pack_scalar(value)
+    if isinstance(value, BaseException):
+        return PACKERS[BaseException](value, columns, depth)
+    if isinstance(value, np.memmap):
+        return _pack_array(value.view(np.ndarray), columns, depth)
+    if isinstance(value, Mapping):
+        return _pack_dict(value, columns, depth)
+    raise Refused(
+        f"wanted a value that can travel, found {type(value).__module__}.{type(value).__qualname__}",
+        "send plain values, numpy arrays, or a record made known by overlord.transport.codec.register",
+    )
+
+
+def _too_deep() -> Refused:
+    return Refused(f"wanted at most {MAX_DEPTH} values inside each other, found more")
+
+
+def _pack_items(tag: int) -> Packer:
+    def pack(value: Any, columns: list[np.ndarray], depth: int) -> Tree:
+        out = [tag, *value]
+        if PLAIN.issuperset(set(map(type, value))):
+            return out
+        i = 0
+        try:
+            for i, item in enumerate(value, 1):
+                out[i] = pack_value(item, columns, depth + 1)
+        except Refused as e:
+            raise e.inside(f"[{i - 1}]") from None
+        return out
+
+    return pack
+
+
+def _pack_dict(value: Mapping[Any, Any], columns: list[np.ndarray], depth: int) -> Tree:
+    if not KEYS.issuperset(set(map(type, value))):
+        wrong = next(key for key in value if type(key) not in KEYS)
+        raise Refused(f"wanted keys that are texts or whole numbers, found {wrong!r:.60} of {type(wrong).__name__}")
+    if PLAIN.issuperset(set(map(type, value.values()))):
+        return value if type(value) is dict else dict(value)
+    out, key = dict(value), None
+    try:
+        for key, item in value.items():
+            if type(item) not in PLAIN:
+                out[key] = pack_value(item, columns, depth + 1)
+    except Refused as e:
+        raise e.inside(f"[{key!r:.60}]") from None
+    return out
+
+
+def _pack_columns(value: Columns, columns: list[np.ndarray], depth: int) -> Tree:
+    return [COLUMNS, value.step, _pack_dict(value, columns, depth)]
+
+
+def _pack_bytes(value: bytes, columns: list[np.ndarray], depth: int) -> Tree:
+    if len(value) < LONG_BYTES:
+        return value
+    columns.append(np.frombuffer(value, np.uint8))
+    return [LONG, len(columns) - 1]
+
+
+def _pack_scalar(value: np.generic) -> Tree:
+    code = CODES.get(value.dtype)
+    if code is None:
+        raise _wrong_dtype(value.dtype)
+    return [SCALAR, code, value.tobytes()]
+
+
+def _wrong_dtype(dtype: Any) -> Refused:
+    return Refused(f"wanted an array of one of {', '.join(map(str, DTYPES))}, found {dtype!r}", "convert it")
+
+
+def put_column(array: np.ndarray, columns: list[np.ndarray]) -> int:
+    """Sets an array beside the header, as a frame can carry it; its number."""
+    if array.dtype not in CODES:
+        little = array.dtype.newbyteorder("<")
+        if little not in CODES:
+            raise _wrong_dtype(array.dtype)
+        array = array.astype(little)
+    if array.ndim > MAX_DIMS:
+        raise Refused(f"wanted at most {MAX_DIMS} dimensions, found {array.ndim}")
+    columns.append(array if array.flags.c_contiguous else array.copy(order="C"))
+    return len(columns) - 1
+
+
+def owned(array: np.ndarray) -> bool:
+    """Whether its memory is numpy's own, of it or of the array it is a view of: then it is no shared memory, which goes by reference."""
+    base = array.base
+    return base is None or (type(base) is np.ndarray and base.base is None)
+
+
+def pack_array(value: np.ndarray, columns: list[np.ndarray]) -> Tree:
+    if value.nbytes <= SMALL_BYTES and value.ndim == 1 and owned(value) and (code := CODES.get(value.dtype)) is not None:
+        return [SMALL, code, value.tobytes()]
+    return [ARRAY, put_column(value, columns)]
+
+
+def _pack_array(value: np.ndarray, columns: list[np.ndarray], depth: int) -> Tree:
+    return pack_array(value, columns)
+
+
+def _pack_ragged(value: Ragged, columns: list[np.ndarray], depth: int) -> Tree:
+    """Only the rows it has: a slice of a large column must not send the column."""
+    values, offsets = value.values, value.offsets
+    if problem := _ragged_problem(values, offsets[:: max(1, len(offsets) - 1)]):  # the ends; the receiver looks at all
+        raise Refused(problem)
+    first, last = int(offsets[0]), int(offsets[-1])
+    values = values if last - first == len(values) else values[first:last]
+    return [RAGGED, put_column(values, columns), put_column(offsets - first if first else offsets, columns)]
+
+
+def _with_big_ints(tree: Tree) -> Tree:
+    """The tree with whole numbers of more than 64 bits as bytes."""
+    if type(tree) is int and not -(2**63) <= tree < 2**64:
+        size = tree.bit_length() // 8 + 1
+        if size > MAX_INT_BYTES:
+            raise Refused(f"wanted a whole number of at most {MAX_INT_BYTES} bytes, found one of {size}")
+        return [BIG_INT, tree.to_bytes(size, "little", signed=True)]
+    if type(tree) is list:
+        return [_with_big_ints(item) for item in tree]
+    if type(tree) is dict:
+        if any(type(key) is int and not -(2**63) <= key < 2**64 for key in tree):
+            raise Refused("wanted keys of at most 64 bits, found a larger one")
+        return {key: _with_big_ints(item) for key, item in tree.items()}
+    return tree
+
+
+# in
+
+
+def decode(header: Any, columns: list[np.ndarray]) -> Any:
+    """The value of a header and its columns; whatever is wrong with them is a ``FrameError``."""
+    try:
+        return open_value(_decoder.decode(header), columns, 0)
+    except Refused as e:
+        raise e.as_error() from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as e:
+        raise FrameError(f"wanted a header in MessagePack, found {type(e).__name__}: {e}") from e
+
+
+def open_value(tree: Tree, columns: list[np.ndarray], depth: int) -> Any:
+    kind = type(tree)
+    if kind in OPEN_PLAIN:
+        return tree
+    if depth > MAX_DEPTH + 1:  # one more: a number too large for MessagePack is a list in it
+        raise _too_deep()
+    if kind is list:
+        opener = OPENERS.get(tree[0]) if tree and type(tree[0]) is int else None
+        if opener is None:
+            raise Refused(f"wanted a known tag, found {shown(tree[0]) if tree else 'none'}")
+        return opener(tree, columns, depth + 1)
+    if kind is dict:
+        return _open_dict(tree, columns, depth + 1)
+    raise Refused(f"wanted a plain value, found {kind.__name__}")
+
+
+def _open_items(tree: list[Any], columns: list[np.ndarray], depth: int) -> list[Any]:
+    del tree[0]
+    if OPEN_PLAIN.issuperset(set(map(type, tree))):
+        return tree
+    i = 0
+    try:
+        for i, item in enumerate(tree):
+            tree[i] = open_value(item, columns, depth)
+    except Refused as e:
+        raise e.inside(f"[{i}]") from None
+    return tree
+
+
+def _open_dict(tree: dict[Any, Any], columns: list[np.ndarray], depth: int) -> dict[Any, Any]:
+    if not KEYS.issuperset(set(map(type, tree))):
+        raise Refused("wanted keys that are texts or whole numbers, found others")
+    key = None
+    try:
+        for key, item in tree.items():
+            if type(item) not in OPEN_PLAIN:
+                tree[key] = open_value(item, columns, depth)
+    except Refused as e:
+        raise e.inside(f"[{key!r:.60}]") from None
+    return tree
+
+
+def shown(value: Any) -> str:
+    """A value in an error. Only plain ones are printed: others may be large, or fail when asked."""
+    return f"{value!r:.60}" if type(value) in OPEN_PLAIN else type(value).__name__
+
+
+def wants(tree: list[Any], *kinds: type) -> list[Any]:
+    """What stands behind the tag: exactly so many, of these types."""
+    if len(tree) != len(kinds) + 1 or any(type(found) is not kind for found, kind in zip(tree[1:], kinds, strict=True)):
+        raise Refused(f"wanted {', '.join(k.__name__ for k in kinds)} behind tag {tree[0]}, found {', '.join(map(shown, tree[1:5]))}")
+    return tree[1:]
+
+
+def _column(i: Any, columns: list[np.ndarray]) -> np.ndarray:
+    if type(i) is not int or not 0 <= i < len(columns):
+        raise Refused(f"wanted one of {len(columns)} columns, found {shown(i)}")
+    return columns[i]
+
+
+def _open_array(tree: list[Any], columns: list[np.ndarray], depth: int) -> np.ndarray:
+    if len(tree) != 2:
+        raise Refused(f"wanted the number of one column, found {len(tree) - 1} values")
+    return _column(tree[1], columns)
+
+
+def open_small(tree: list[Any]) -> np.ndarray:
+    code, data = wants(tree, int, bytes)
+    if not 0 <= code < len(DTYPES) or len(data) % DTYPES[code].itemsize or len(data) > SMALL_BYTES:
+        raise Refused(f"wanted a small array of a known dtype, found code {code} and {len(data)} bytes")
+    return np.frombuffer(data, DTYPES[code])
+
+
+def _open_ragged(tree: list[Any], columns: list[np.ndarray], depth: int) -> Ragged:
+    values, offsets = (_column(i, columns) for i in wants(tree, int, int))
+    if problem := _ragged_problem(values, offsets):
+        raise Refused(problem)
+    return Ragged(values, offsets)
+
+
+def _ragged_problem(values: np.ndarray, offsets: np.ndarray) -> str:
+    if offsets.ndim != 1 or not len(offsets) or offsets.dtype.kind not in "iu" or not values.ndim:
+        return f"wanted values and a column of offsets, found {values.dtype}{values.shape} and {offsets.dtype}{offsets.shape}"
+    if offsets[0] < 0 or offsets[-1] > len(values) or (offsets[1:] < offsets[:-1]).any():
+        return f"wanted offsets that rise within 0..{len(values)}, found others"
+    return ""
+
+
+def _open_scalar(tree: list[Any], columns: list[np.ndarray], depth: int) -> Any:
+    code, data = wants(tree, int, bytes)
+    if not 0 <= code < len(DTYPES) or len(data) != DTYPES[code].itemsize:
+        raise Refused(f"wanted a number of a known dtype, found code {code} and {len(data)} bytes")
+    return np.frombuffer(data, DTYPES[code])[0]
+
+
+def _open_big_int(tree: list[Any], columns: list[np.ndarray], depth: int) -> int:
+    (data,) = wants(tree, bytes)
+    if len(data) > MAX_INT_BYTES:
+        raise Refused(f"wanted a whole number of at most {MAX_INT_BYTES} bytes, found one of {len(data)}")
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _open_long(tree: list[Any], columns: list[np.ndarray], depth: int) -> bytes:
+    column = _open_array(tree, columns, depth)
+    if column.dtype != np.uint8 or column.ndim != 1:
+        raise Refused(f"wanted a column of bytes, found {column.dtype}{column.shape}")
+    return column.tobytes()
+
+
+def _open_columns(tree: list[Any], columns: list[np.ndarray], depth: int) -> Columns:
+    step, found = wants(tree, int, dict)
+    made = _open_dict(found, columns, depth)
+    if wrong := [key for key, c in made.items() if type(key) is not str or type(c) not in (np.ndarray, Ragged)]:
+        raise Refused("wanted a column, found something else").inside(f"[{wrong[0]!r:.60}]")
+    return Columns(made, step)
+
+
+PACKERS.update({
+    list: _pack_items(LIST), tuple: _pack_items(TUPLE), dict: _pack_dict, bytes: _pack_bytes, np.ndarray: _pack_array, Ragged: _pack_ragged,
+    Columns: _pack_columns,
+})  # fmt: skip
+OPENERS.update({
+    LIST: _open_items, TUPLE: lambda tree, columns, depth: tuple(_open_items(tree, columns, depth)), ARRAY: _open_array,
+    RAGGED: _open_ragged, SCALAR: _open_scalar, BIG_INT: _open_big_int, LONG: _open_long, COLUMNS: _open_columns,
+    SMALL: lambda tree, columns, depth: open_small(tree),
+})  # fmt: skip

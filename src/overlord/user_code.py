@@ -1,0 +1,80 @@
+"""Functions of the user: whether they can be called as they will be, and where in them an error was raised."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from overlord.errors import JobError, OverlordError, SourceError
+
+if TYPE_CHECKING:
+    pass
+
+_PACKAGE = __file__.rpartition("/")[0] + "/"
+_LIBRARY = str(inspect.__file__).rpartition("/")[0] + "/"  # Python's own
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+
+
+def cannot_take(fn: Callable[..., Any], arguments: Sequence[str]) -> str:
+    """Why a function cannot be called with these; empty where it can, or where it does not tell."""
+    try:
+        return _cannot_take(fn, tuple(arguments))
+    except TypeError:  # it has no hash
+        return _cannot_take.__wrapped__(fn, tuple(arguments))
+
+
+@lru_cache(maxsize=64)
+def _cannot_take(fn: Callable[..., Any], arguments: tuple[str, ...]) -> str:
+    """Costs and the like are asked for every step, and are the same ones."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # written in C, most of them
+        return ""
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        name = getattr(fn, "__name__", None) or type(fn).__name__
+        return f"wanted a function of ({', '.join(arguments)}), found {name}{signature}"
+    return ""
+
+
+def where_raised(error: BaseException) -> str:
+    """Return `` (at FILE:LINE, in FUNCTION)`` of the user's code that raised an error; empty where none did.
+
+    The innermost frame outside of this package, of Python's library and of installed ones counts; else the first outside of this package.
+    Tracebacks do not reach the quarantine or other processes; texts do.
+    """
+    outside, trace = list[str](), error.__traceback__
+    own = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith((_PACKAGE, "<frozen")):
+            outside.append(f" (at {code.co_filename}:{trace.tb_lineno}, in {code.co_name})")
+            if not code.co_filename.startswith(_LIBRARY) and not any(part in code.co_filename for part in _INSTALLED):
+                own = outside[-1]
+        trace = trace.tb_next
+    return own or next(iter(outside), "")
+
+
+def told(error: BaseException) -> str:
+    """The type and text of an error, with where the user's code raised it."""
+    return f"{type(error).__name__}{f': {error}' if str(error) else ''}{where_raised(error)}"
+
+
+def checked_function(fn: Any, where: str, arguments: Sequence[str]) -> Any:
+    if problem := cannot_take(fn, arguments) if callable(fn) else f"wanted a function, found {fn!r}":
+        raise JobError([problem], where)
+    return fn
+
+
+def name_of(fn: Any) -> str:
+    return getattr(fn, "__name__", None) or type(fn).__name__
+
+
+def as_exception(error: BaseException, source: str = "") -> Exception:
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which would look like the end of the data
+        return error
+    what = told(error)
+    return SourceError(source, what, remedy="a transform must not end the program") if source else OverlordError(what)

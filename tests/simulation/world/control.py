@@ -1,0 +1,262 @@
+"""The control plane of the virtual world: the contract of ``docs/control.md``, with delays from the seed and no codec in between."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from overlord.cluster.worker import Settings
+from overlord.errors import ActorLost, DataStall, JobError
+from overlord.rpc.actors import SHUT_DOWN, SHUTDOWN_S, Handle, OnDeath, Record, Somewhere
+from overlord.rpc.server import NOBODY
+from tests.simulation.world.net import Net, Wire
+from tests.simulation.world.virtual import SimMachine
+from tests.simulation.world.world import Process, World
+
+START_S = 0.05  # median, until an actor's factory runs
+KILLED = "killed by signal 9"
+PREFIX = {"loader": "loader-host/", "constructor": "constructor-host/"}  # of the names of a role
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """What awaits a process that is about to start."""
+
+    late_s: float = 0.0
+    dies: bool = False  # at a moment of its start, or just behind it
+
+    def befalls(self, process: Process, takes_s: float) -> float:
+        """When what it is to do begins."""
+        takes_s += self.late_s
+        if self.dies:
+            process.world.at(takes_s * 1.5 * process.world.random.random(), process.kill, None)
+        return takes_s
+
+
+Births = dict[str, deque[Birth]]  # by role; each awaits one, in the order in which they start
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """An actor, whoever calls it."""
+
+    process: Process
+    master: SimControl  # whom it listens to: the last one it was sent to
+    actor: Any = None
+    before: deque[Callable[[], None]] = field(default_factory=deque)  # calls that came before it was there
+
+
+class Family:
+    """The actors of one launching process, by name. They end with it, and outlive whoever else calls them."""
+
+    def __init__(self, owner: Process):
+        self.members: dict[str, Member] = {}
+        self.control: SimControl | None = None  # of the planner that counts
+        owner.on_end.append(lambda: self._ended(owner))
+
+    def _ended(self, owner: Process) -> None:
+        for member in list(self.members.values()):
+            owner.world.at(owner.world.delay(0.001), member.process.kill, None)
+
+    def living(self) -> list[str]:
+        return [name for name, member in sorted(self.members.items()) if member.process.alive]
+
+    def processes(self) -> dict[str, Process]:
+        return {name: member.process for name, member in self.members.items() if member.process.alive}
+
+    def actor(self, name: str) -> Any:
+        member = self.members.get(name)
+        return member.actor if member is not None and member.process.alive else None
+
+
+class SimRecord(Record):
+    """An actor as one control plane knows it."""
+
+    def __init__(self, name: str, member: Member, there: Wire, back: Wire):
+        super().__init__(name)
+        self.member, self.process = member, member.process
+        self.there, self.back = there, back  # one way for all calls of a caller: they arrive as they were made
+
+
+class SimControl:
+    """Actors of one process of the world, its owner."""
+
+    def __init__(self, world: World, net: Net, owner: Process, family: Family | None = None):
+        self._world, self._net, self._owner = world, net, owner
+        self._family = family or Family(owner)
+        self._family.control = self
+        self._names: dict[str, SimRecord] = {}
+        self._closed = False
+        self.births: Births = {}
+        self.outlive = False  # whoever is killed while it is cut off or stopped lives on, as on another machine
+
+    def processes(self) -> dict[str, Process]:
+        return self._family.processes()
+
+    def spawn(
+        self, factory: Callable[..., Any], *args: Any, name: str, resources: Mapping[str, float] | None = None, node: Somewhere = None
+    ) -> Handle:
+        if self._family.control is not self:
+            raise ActorLost(name, "another planner has taken over: nobody starts anything for this one")
+        if name in self._names:
+            raise JobError(["the name is taken by a living actor; kill that first, or take another name"], f"actor {name!r}")
+        process = self._world.start(name)
+        member = self._family.members[name] = Member(process, self)
+        machine = SimMachine(self._world, self._net, process)
+        given = [replace(a, machine=machine) if isinstance(a, Settings) else a for a in args]
+        record = self._known(name, member)
+        takes_s = self._world.delay(START_S)
+        for role, prefix in PREFIX.items():
+            if name.startswith(prefix) and (births := self.births.get(role)):
+                takes_s = births.popleft().befalls(process, takes_s)
+        self._world.at(takes_s, lambda: self._begin(record, factory, given), process)
+        assert record.handle is not None
+        return record.handle
+
+    def adopt(self, name: str) -> Handle:
+        """An actor that was started for another caller: from now on it listens to this one."""
+        member = self._family.members[name]
+        member.master = self
+        record = self._known(name, member)
+        if not member.process.alive:
+            self._world.at(0.0, lambda: self._over(record, KILLED), self._owner)
+        assert record.handle is not None
+        return record.handle
+
+    def meet(self, name: str, process: Process) -> Handle:
+        """A process that others start: calls wait until ``seat`` says who is in it."""
+        handle = self._known(name, Member(process, self)).handle
+        assert handle is not None
+        return handle
+
+    def seat(self, handle: Handle, actor: Any) -> None:
+        member = self._mine(handle).member
+        member.actor = actor
+        while member.before:
+            member.before.popleft()()
+
+    def give_up(self, handle: Handle, reason: str) -> None:
+        """Whoever waits for it is told that it is lost, whether or not it is."""
+        self._over(self._mine(handle), reason)
+
+    def _known(self, name: str, member: Member) -> SimRecord:
+        there, back = self._net.wire(self._owner, member.process), self._net.wire(member.process, self._owner)
+        record = SimRecord(name, member, there, back)
+        record.handle = Handle(name, None, record)
+        self._names[name] = record
+        member.process.on_end.append(lambda: self._ended(record))
+        return record
+
+    def _begin(self, record: SimRecord, factory: Callable[..., Any], args: list[Any]) -> None:
+        try:
+            record.member.actor = factory(*args)
+        except Exception as fault:
+            words, raised = f"{type(fault).__name__}: {fault}", fault
+            self._world.at(self._world.delay(0.001), lambda: self._over(record, words, fault=raised), self._owner)
+            record.process.kill()
+            return
+        while record.member.before:
+            record.member.before.popleft()()
+
+    def _ended(self, record: SimRecord) -> None:
+        if not self._closed:
+            self._world.at(self._world.delay(0.005), lambda: self._over(record, KILLED), self._owner)
+
+    def _over(self, record: SimRecord, reason: str, fault: BaseException | None = None, quiet: bool = False) -> None:
+        if self._names.get(record.name) is record:
+            del self._names[record.name]
+        record.ended(reason, fault=fault, quiet=quiet)
+
+    # calls
+
+    def call(self, handle: Handle, method: str, *args: Any) -> Future[Any]:
+        record = self._mine(handle)
+        number, answer = record.opened(method)
+        if not answer.done():
+            self._send(record, number, method, args)
+        return answer
+
+    def tell(self, handle: Handle, method: str, *args: Any) -> None:
+        record = self._mine(handle)
+        if record.reason is None:
+            self._send(record, NOBODY, method, args)
+
+    def _send(self, record: SimRecord, number: int, method: str, args: tuple[Any, ...]) -> None:
+        record.there.send(lambda: self._take(record, number, method, args))
+
+    def _take(self, record: SimRecord, number: int, method: str, args: tuple[Any, ...]) -> None:
+        member = record.member
+        if member.master is not self:
+            return  # the caller was given up, and does not know
+        if member.actor is None:
+            member.before.append(lambda: self._take(record, number, method, args))
+            return
+        try:
+            value = getattr(member.actor, method)(*args)
+        except Exception as error:
+            self._answer(record, number, False, error)
+            return
+        if isinstance(value, Future):
+            value.add_done_callback(lambda f: self._answer(record, number, f.exception() is None, f.exception() or f.result()))
+        else:
+            self._answer(record, number, True, value)
+
+    def _answer(self, record: SimRecord, number: int, ok: bool, value: Any) -> None:
+        if number != NOBODY and record.process.alive:
+            record.back.send(lambda: record.answered(number, ok, value))
+
+    def get(self, future: Future[Any], timeout_s: float) -> Any:
+        if not future.done() and self._world.fiber is not None:
+            self._world.wait(timeout_s, lambda wake: future.add_done_callback(lambda _: wake()))
+        if not future.done():
+            raise DataStall(f"actor {getattr(future, 'actor', '')!r} to answer", timeout_s)
+        return future.result()
+
+    def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> tuple[list[Future[Any]], list[Future[Any]]]:
+        if not any(f.done() for f in futures) and self._world.fiber is not None:
+
+            def register(wake: Callable[[], None]) -> None:
+                for future in futures:
+                    future.add_done_callback(lambda _: wake())
+
+            self._world.wait(timeout_s, register)
+        return [f for f in futures if f.done()], [f for f in futures if not f.done()]
+
+    def lookup(self, name: str) -> Handle:
+        record = self._names.get(name)
+        if record is None or record.handle is None:
+            raise ActorLost(name, "there is no actor of this name")
+        return record.handle
+
+    def kill(self, handle: Handle) -> None:
+        """The name is free at once. On another machine, cut off or stopped, who is killed does not notice."""
+        record = self._mine(handle)
+        process = record.process
+        if self._family.control is not self:
+            return
+        if self.outlive and process.alive and (process.stopped or process in self._net.cut):
+            self._world.at(0.0, lambda: self._over(record, KILLED), self._owner)
+        elif process.alive:
+            process.kill()
+        if self._names.get(record.name) is record:
+            del self._names[record.name]
+
+    def kill_all(self, handles: Sequence[Handle]) -> None:
+        for handle in handles:
+            self.kill(handle)
+
+    def on_death(self, handle: Handle, callback: OnDeath) -> None:
+        self._mine(handle).on_end(lambda reason: callback(handle, reason))
+
+    def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
+        self._closed = True
+        for record in list(self._names.values()):
+            self._over(record, SHUT_DOWN, quiet=True)
+            self._world.at(0.0, record.process.kill, None)
+
+    def _mine(self, handle: Handle) -> SimRecord:
+        assert isinstance(handle._record, SimRecord)
+        return handle._record

@@ -1,0 +1,312 @@
+"""The launching process of a simulated job, and the planner's: in it, or, where there is a journal to come back from, one of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import secrets
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from overlord.cluster.constructor_worker import ConstructorHost
+from overlord.cluster.coordinator import ProcessHost
+from overlord.cluster.coordinator_config import PlannerBlueprint, PlannerKit
+from overlord.cluster.takeover import PlannerHost
+from overlord.cluster.worker_factory import Recipes, constructors_of, read_ahead_of, settings_of
+from overlord.errors import ActorLost, DataStall, OverlordError
+from overlord.journal.job_journal import Journal
+from overlord.journal.replay import Recovered
+from overlord.journal.write_ahead import Beginning
+from overlord.messages.control import Opening, Report, SetMixture, Skip, StreamState
+from overlord.messages.reports import checked
+from overlord.planning.events import Log
+from overlord.rpc.actors import Handle
+from overlord.session import resume
+from overlord.setup.partition import hosting_of
+from overlord.setup.prepared_job import Blueprint
+from tests.simulation.world.control import START_S, Family, SimControl
+from tests.simulation.world.disk import SimDisk, SimWriter
+from tests.simulation.world.people import Elsewhere, Errand, Hand
+from tests.simulation.world.virtual import SimMachine
+from tests.simulation.world.world import Killed, Process
+
+if TYPE_CHECKING:
+    from tests.simulation.world.cluster import Cluster
+
+log = logging.getLogger("overlord")
+
+Word = Callable[[ProcessHost], None]  # what the planner's host is told
+
+
+class Living(Recipes):
+    """Starts hosts for a planner, and finds those that live for the one that comes after it."""
+
+    kits: dict[int, tuple[int, ...]]  # what loader hosts can open, for the planner that comes next
+
+    def loader_host(
+        self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str], instead_of: int | None = None
+    ) -> Handle:
+        self.kits.setdefault(h, tuple(sources))
+        return super().loader_host(h, sources, openings, constructors, instead_of)
+
+    def end(self, h: int, handle: Handle) -> None:
+        self.kits.pop(h, None)
+        super().end(h, handle)
+
+    def living(self, name: str) -> Handle:
+        assert isinstance(self._control, SimControl)
+        return self._control.adopt(name)
+
+
+class Launched:
+    """A session: everything from one launch, or one move to a state, to the next."""
+
+    def __init__(self, cluster: Cluster, state: StreamState | None, session: int, *, anew: bool = False):
+        self.cluster, self.session = cluster, session
+        self.world = cluster.world
+        self.process = self.world.start("session")
+        self.family = Family(self.process)
+        self.log = Log(cluster.blueprint.job.feedback_lag)
+        self.said: dict[tuple[int, int], Report] = {}
+        self._accepted: dict[tuple[int, int], Report] = {}  # by a planner
+        self._mail: deque[Word | Errand] = deque()  # what is on its way to the planner, one after the other
+        self._slowness = random.Random(cluster.scenario.seed * 3266489917 + session)
+        self.incarnation, self.over = -1, False
+        self.blueprint, self.hosting = cluster.blueprint, hosting_of(cluster.blueprint)
+        self.kits = {h: tuple(range(len(cluster.blueprint.job.sources))) for h in range(self.hosting.n_hosts)}
+        self.constructor_of = constructors_of(cluster.blueprint)
+        self._bucket_of = {rank: b for b, ranks in enumerate(cluster.blueprint.job.place.buckets("DP")) for rank in ranks}
+        self.token = secrets.token_urlsafe(24)
+        self._given = self._initial = state
+        self._anew, self.told = anew, False
+        self._launch = ""  # as its journal knows it, once its first planner has opened that
+        self.planner = self.process
+        self.host: ProcessHost | None = None
+        self.begun = False  # the first planner is there: whoever launches it has the session in hand
+        self._hand: Hand | None = None
+        self._found: list[Any] = []  # events in the journal
+        says = cluster.disk is not None and cluster.scenario.sayings
+        self._elsewhere = Elsewhere(self) if says else None
+        self.start_planner()
+
+    def again(self) -> Launched:
+        """The same launch once more."""
+        other = Launched(self.cluster, self._given, self.session, anew=self._anew)
+        other.told, other.said, other.log = self.told, self.said, self.log
+        return other
+
+    # the planner
+
+    def start_planner(self, reason: str = "") -> None:
+        self.incarnation += 1
+        world, net = self.world, self.cluster.net
+        if self.cluster.disk is not None:
+            self.planner = world.start("planner")
+            self.process.on_end.append(self.planner.kill)
+            planner, incarnation = self.planner, self.incarnation
+            self.planner.on_end.append(lambda: world.at(world.delay(0.002), lambda: self._missed(planner, incarnation), self.process))
+        if self._elsewhere is not None:
+            self._elsewhere.starts(self.planner)
+        self.machine = SimMachine(world, net, self.planner)
+        self.pump = self.machine.pump("planner")
+        self.control = SimControl(world, net, self.planner, self.family)
+        self.control.outlive, self.control.births = self.cluster.scenario.outlives, self.cluster.births
+        births = self.cluster.births.get("planner")
+        world.spawn(self.planner, lambda: self._begin(reason), births.popleft().befalls(self.planner, START_S) if births else 0.0)
+
+    def _missed(self, planner: Process, incarnation: int) -> None:
+        """The planner is gone: another takes its place, with the hosts that live."""
+        if not self.over and incarnation == self.incarnation and self.cluster.launched is self:
+            if not incarnation and self.host is None:
+                self.cluster.not_launched(self, ActorLost("planner", "it died before the job had begun"))
+                return
+            log.warning("the planner is lost; it is started again")
+            self.host = None
+            self.start_planner("the planner was lost")
+
+    def give_up_planner(self, planner: Process) -> None:
+        """It does not answer: it is killed, or, where that does not reach it, lives on and is not heard any more."""
+        if planner is not self.planner or not planner.alive or self.over:
+            return
+        if self.cluster.scenario.outlives and (planner.stopped or planner in self.cluster.net.cut):
+            self._missed(planner, self.incarnation)
+        else:
+            planner.kill()
+
+    def _begin(self, reason: str) -> None:
+        incarnation, pump = self.incarnation, self.pump
+        try:
+            host = self._make_host(reason)
+        except OverlordError as error:
+            if incarnation == self.incarnation:
+                self.cluster.not_launched(self, error)
+            return
+        if incarnation != self.incarnation:
+            return  # it was given up meanwhile
+        self.host, self.begun = host, True
+        if self._elsewhere is None:
+            pump.start(self.cluster.broke)
+        else:
+            pump.start(self.cluster.broke, self._elsewhere.is_there(cast(PlannerHost, host), pump, self._found))
+        if not self.incarnation:
+            pump.post(lambda: host.attach(dict.fromkeys(self.cluster.ranks)))
+        if self.cluster.disk is None or not self.incarnation:
+            for report in self.said.values():  # that the same launch was told before
+                self._say(report)
+        self._pass_on()
+        self.cluster.people.look()
+
+    def _make_host(self, reason: str) -> ProcessHost:
+        cluster = self.cluster
+        if cluster.disk is None:
+            return ProcessHost(self.blueprint, self._initial, self.control, self.pump, self.session, self.machine)
+        journal, found = self._open_journal(cluster.disk)
+        if self.incarnation:
+            self._found = found.events
+            host = self._planner_host(found, self._initial, reason, self.blueprint)
+            host.journal = journal
+            if not found.empty:
+                journal.begin(host.planner.state(), host.blueprint)
+            else:
+                Beginning(journal, anew=self._anew).write(host, host.blueprint)
+            host.take_over()
+            return host
+        blueprint, state, beginning = self.blueprint, self._initial, Beginning(journal, anew=self._anew and not found.empty)
+        if not self._anew and not found.empty:
+            blueprint, state, beginning = resume._by_journal(self.blueprint, journal, found, ())
+            self._initial, self.blueprint = state, blueprint
+            assert state is not None
+            cluster.resumed(self, state)
+        host = self._planner_host(None, state, reason, blueprint.floored(beginning.floor))
+        beginning.write(host, host.blueprint)
+        return host
+
+    def _open_journal(self, disk: SimDisk) -> tuple[Journal, Recovered]:
+        journal, found = Journal.resumed(disk.place(self.planner), self.blueprint.job.name, launch=self._launch)
+        planner, self._launch = self.planner, journal.launch
+        journal.make_writer = lambda log, told: SimWriter(log, told, planner)
+        journal.start(self.pump.post)
+        return journal, found
+
+    def _planner_host(self, found: Recovered | None, state: StreamState | None, reason: str, blueprint: Blueprint) -> PlannerHost:
+        blueprint = blueprint.with_loaders(self.hosting.loaders, read_ahead_of(self.hosting))
+        settings = settings_of(blueprint, self.hosting, self.token, self.session)
+        starter = Living(self.control, lambda: blueprint, settings, self.hosting, self.constructor_of)
+        starter.kits = self.kits
+        kit = PlannerKit(
+            blueprint=PlannerBlueprint(blueprint), state=state, hosting=self.hosting, token=self.token, session=self.session,
+            incarnation=self.incarnation, reason=reason, constructor_of=tuple(self.constructor_of), living=tuple(self.family.living()),
+            kits=tuple(self.kits.items()),
+            attached=tuple(self.cluster.ranks) if self.incarnation else (), reports=tuple(self._accepted.values()),
+        )  # fmt: skip
+        return PlannerHost(kit, self.control, self.pump, starter, found, machine=self.machine, say=self._hears)  # type: ignore[arg-type]
+
+    def _hears(self, what: str, *words: Any) -> None:
+        """What the planner says. It asks for all that was reported by a message, which is answered behind what was reported before."""
+        if what == "reports":
+            mark: int = words[0]
+            self.world.at(0.0005, lambda: self._send(lambda host: cast(PlannerHost, host).all_reported(mark)), self.process)
+
+    # what trainers ask
+
+    def address_for(self, rank: int) -> tuple[str, str]:
+        """Where a rank's steps come from, known to whoever started the constructors, planner or not."""
+        if not self.process.alive:
+            raise ActorLost("the session", "nobody answers at the front door")
+        if self.cluster.disk is None:
+            if self.host is None:
+                raise DataStall("the session to start", 0.0)
+            return self.host.address_for(rank)
+        name = f"constructor-host/{self.constructor_of[self._bucket_of[rank]]}"
+        actor = self.family.actor(name)
+        if not isinstance(actor, ConstructorHost):
+            raise DataStall(f"{name} to be started", 0.0)
+        return actor.address(), self.token
+
+    def report(self, rank: int, step: int) -> None:
+        report = checked(rank, step, self.cluster.scenario.report(rank, step), step + 1)
+        self.said[report.step, report.rank] = report
+        self.log.expect(report)  # trainers keep the promise of ``planning/feedback.py``
+        if self.cluster.disk is not None:
+            self._send(lambda host: self._take(host, report))
+        elif self.host is not None:
+            self._say(report)
+
+    # To a planner in another process by the pump of this one: the next word when the one before it is heard, by this planner or the next.
+
+    def _send(self, word: Word | Errand) -> None:
+        self._mail.append(word)
+        if len(self._mail) == 1:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._mail and isinstance(errand := self._mail[0], Errand):
+            if not errand.begun:
+                errand.begun = True
+                self.world.spawn(self.process, lambda: self._run(errand))
+        elif self.host is not None and self._mail:
+            busy_s = 0.3 if self._slowness.random() < 0.05 else 0.001
+            word, host, pump = cast(Word, self._mail[0]), self.host, self.pump
+            self.world.at(busy_s * self._slowness.random(), lambda: pump.post(lambda: self._hear(word, host)), self.process)
+
+    def _hear(self, word: Word, host: ProcessHost) -> None:
+        word(host)
+        if host is self.host and self._mail and self._mail[0] is word:
+            self._mail.popleft()
+            self._pass_on()
+
+    def _run(self, errand: Errand) -> None:
+        errand.work()
+        self._mail.popleft()
+        self._pass_on()
+
+    def say(self, event: SetMixture | Skip, answered: Callable[[OverlordError | None], None]) -> None:
+        """Of whoever has the session in hand, and waits."""
+        hand = self._hand = self._hand or Hand(self, self._elsewhere)
+
+        def work() -> None:
+            try:
+                hand.say(event)
+            except OverlordError as error:
+                answered(error)
+            else:
+                answered(None)
+
+        if self._elsewhere is None:
+            self.world.spawn(self.process, work)
+        else:
+            self._send(Errand(work))
+
+    def report_late(self, rank: int, step: int) -> None:
+        """What the plan of the step this rank took last would have used: nobody may use it now, also when that step is planned again."""
+        if (host := self.host) is not None and step >= 0:
+            late = Report(step, rank, {f"loss/{name}": 9.0 * (i % 2) for i, name in enumerate(self.cluster.scenario.names)})
+            self.pump.post(lambda: host.event(late))
+
+    def _say(self, report: Report) -> None:
+        host = self.host
+        assert host is not None
+        self.pump.post(lambda: self._take(host, report))
+
+    def _take(self, host: ProcessHost, report: Report) -> None:
+        if host.planner.in_time(report):
+            self._accepted[report.step, report.rank] = report
+            self.log.report(report, 0)
+        self.log.heard(report)
+        host.event(report)
+
+    def detach(self, rank: int) -> None:
+        if (host := self.host) is not None:
+            self.pump.post(lambda: host.detach(rank))
+
+    def end(self, *, killed: bool = False) -> None:
+        """The session is closed, or everything is killed at once."""
+        self.over = True
+        if not killed and self.host is not None:
+            self.host.close()
+            taken = self.host.planner.taken
+            with contextlib.suppress(Killed):  # a last write that is torn ends the planner, which was to end anyway
+                self.host.journal.close(-1 if taken is None else taken)
+        self.process.kill()

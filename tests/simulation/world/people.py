@@ -1,0 +1,247 @@
+"""What people say in mid-run, ``session.set_mixture`` and ``session.skip``, on its way to the planner of a simulated job.
+
+The session's own code says it (``session/events.py``), the code of an engine whose planner is elsewhere asks and hears
+(``session/cluster_runtime.py``, ``sayings.py``, ``parts.py``), and the planner's own answers (``cluster/coordinator_actor.py``). What lies between them
+is the control plane of the virtual world.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from overlord.cluster.coordinator_actor import PlannerActor
+from overlord.cluster.event_outbox import Sayings
+from overlord.cluster.launcher import PLANNER, Parts
+from overlord.cluster.takeover import PlannerHost
+from overlord.cluster.worker import Events
+from overlord.concurrency.event_loop import Pump
+from overlord.concurrency.thread_queue import Hands
+from overlord.errors import DataStall, JournalError
+from overlord.messages.control import SetMixture, Skip, StreamState
+from overlord.rpc.actors import Handle
+from overlord.session.cluster_runtime import FarPlanner, PlannedEngine
+from overlord.session.events import Changes
+from tests.simulation.world.control import SimControl
+from tests.simulation.world.scenario import Saying
+from tests.simulation.world.virtual import SimMachine
+from tests.simulation.world.world import Process, World
+
+if TYPE_CHECKING:
+    from tests.simulation.world.cluster import Cluster
+    from tests.simulation.world.launched import Launched
+
+PATIENCE_S = (0.5, 25.0)  # for a planner to answer, by seed: the second is that of ``cluster/launcher.py``
+AGAIN_S = 0.3  # until what was given up is said again
+
+
+class _Now:
+    """Hands that do at once what they are given."""
+
+    def do(self, work: Callable[[], None]) -> None:
+        work()
+
+
+class _Parts(Parts):
+    """Of the processes of a job only its planner: how it is asked, and heard."""
+
+    control: SimControl
+
+    def __init__(self, launched: Launched, told: Callable[[tuple[Any, ...]], None]):
+        world, net = launched.world, launched.cluster.net
+        self._launched, self._told = launched, told
+        self._machine, self.control = SimMachine(world, net, launched.process), SimControl(world, net, launched.process)
+        self._patience_s = PATIENCE_S[launched.cluster.scenario.seed % 2]
+        self._waiting: list[Callable[[], None]] = []
+        self._closed, self.planner = False, None
+        self._work = self._news = cast(Hands, _Now())
+
+    def ask(self, method: str, *args: Any, timeout_s: float | None = None, done: Callable[[], bool] = lambda: False) -> Any:
+        return super().ask(method, *args, timeout_s=timeout_s or self._patience_s, done=done)
+
+    def _wait_for_planner(self, deadline: float, timeout_s: float) -> Handle:
+        while self._launched.host is None or self.planner is None:
+            if (left := deadline - self._machine.now()) <= 0:
+                raise DataStall(PLANNER, timeout_s)
+            self._launched.world.wait(left, self._waiting.append)
+        return self.planner
+
+    def starts(self, process: Process) -> None:
+        """Another planner. The one before it is not heard any more, also where it lives on."""
+        if self.planner is not None:
+            self.control.give_up(self.planner, "another takes its place")
+        self.planner = self.control.meet(PLANNER, process)
+        self._listen(self.planner)
+
+    def is_there(self, actor: PlannerActor) -> None:
+        assert self.planner is not None
+        self.control.seat(self.planner, actor)
+        waiting, self._waiting = self._waiting, []
+        for wake in waiting:
+            wake()
+
+
+class Elsewhere(PlannedEngine):
+    """The engine of a session whose planner is elsewhere, as far as people say something to it."""
+
+    _parts: _Parts
+
+    def __init__(self, launched: Launched):
+        self._sayings, self.on_late, self._closed = Sayings(), [], False
+        self._parts = _Parts(launched, self._heard)
+        self.planner = FarPlanner(self._parts)
+
+    def starts(self, process: Process) -> None:
+        self._parts.starts(process)
+
+    def is_there(self, host: PlannerHost, pump: Pump, found: Sequence[Any]) -> Callable[[], float | None]:
+        """``found``: events in the journal. What is to be called behind every turn of the planner's pump."""
+        actor = _Planner(host, pump, found, self._parts._machine.now)
+        self._parts.is_there(actor)
+        return actor._after_turn
+
+
+class _Planner(PlannerActor):
+    """The planner's process, as far as it is told what people say, and tells what it has taken."""
+
+    def __init__(self, host: PlannerHost, pump: Pump, found: Sequence[Any], now: Callable[[], float]):
+        self._kit, self._host, self._pump, self._events = host._kit, host, pump, Events(now)
+        self._said, self._watched = list(found), False
+        self._say_found()
+
+    def _after_turn(self) -> float | None:
+        return self._events.answer()
+
+
+class _Beside:
+    """The pump of a session whose planner is in the same process: whoever asks it waits."""
+
+    def __init__(self, world: World, pump: Pump):
+        self._world, self._pump = world, pump
+
+    def ask(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+        answer = Future[Any]()
+
+        def run() -> None:
+            try:
+                answer.set_result(call())
+            except Exception as error:
+                answer.set_exception(error)
+
+        self._pump.post(run)
+        self._world.wait(timeout_s, lambda wake: answer.add_done_callback(lambda _: wake()))
+        if not answer.done():
+            raise DataStall(what, timeout_s)
+        return answer.result()
+
+
+class _Here:
+    """The pump of a session whose planner is elsewhere: what it is asked it does in its turn (``launched.py``), and may wait."""
+
+    def ask(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+        return call()
+
+
+class Hand(Changes):
+    """A session in the hand of whoever changes it."""
+
+    def __init__(self, launched: Launched, elsewhere: Elsewhere | None):
+        assert launched.host is not None or elsewhere is not None
+        self._launched, self._log, self.job = launched, launched.log, launched.blueprint.job
+        self._host = cast(Any, elsewhere or launched.host)
+        self._pump = cast(Pump, _Here() if elsewhere is not None else _Beside(launched.world, launched.pump))
+        self._closed, self._lock = False, threading.RLock()
+        self._host.on_late += [self._note, launched.cluster.people.heard_late]
+
+    def _slowest(self) -> int:
+        return self._launched.cluster.slowest + 1
+
+    def say(self, event: SetMixture | Skip) -> None:
+        if isinstance(event, Skip):
+            self.skip(event.steps)
+        else:
+            self.set_mixture(event.weights, event.at)
+
+
+@dataclass(slots=True, eq=False)
+class Errand:
+    """What the pump of the launching process does itself, in its turn, and waits for."""
+
+    work: Callable[[], None]
+    begun: bool = False
+
+
+class People:
+    """Whoever changes the job: says one thing after the other, when all ranks have come so far, and again where that failed.
+
+    Until it is known to have happened trainers do not come so near to its first step that a planner could plan it: as in a script that
+    says it between two steps, and waits. ``said``: how many have happened; what is said again after a session was moved, or everything
+    killed, follows from where that goes on.
+    """
+
+    def __init__(self, cluster: Cluster, sayings: Sequence[Saying]):
+        self._cluster, self._sayings = cluster, sayings
+        self._held = [saying.first - cluster.scenario.room for saying in sayings]
+        self.said = 0
+        self._busy: Launched | None = None  # it was told something, and has not answered
+
+    def holds(self, step: int) -> bool:
+        return any(step >= held for held in self._held[self.said :])
+
+    def look(self) -> None:
+        """Say what is due: called when the slowest rank has moved on, and when a session has begun."""
+        if self.said == len(self._sayings):
+            return
+        launched, i = self._cluster.launched, self.said
+        if launched.begun and launched is not self._busy and self._have_taken(self._sayings[i].step):
+            self._busy = launched
+            launched.say(self._sayings[i].event, lambda error: self._answered(launched, i, error))
+
+    def _have_taken(self, step: int) -> bool:
+        """All ranks, the steps up to this one that they are handed."""
+        return self._cluster.scenario.skipped.issuperset(range(self._cluster.slowest + 1, step + 1))
+
+    def stand_at(self, said: int) -> None:
+        """Trainers have loaded a state, which was saved when so much had been said."""
+        self.said = said
+
+    def resumed(self, state: StreamState) -> None:
+        """Everything was killed, and the journal says what has happened: also what was written, and nobody was told of."""
+        while self.said < len(self._sayings) and self._is_in(state, self._sayings[self.said]):
+            self._has_happened(self.said)
+
+    def _is_in(self, state: StreamState, saying: Saying) -> bool:
+        return saying.event in state.events or saying.first < state.step  # else that would not be planned
+
+    def heard_late(self, event: SetMixture | Skip) -> None:
+        """It was given up, and has happened."""
+        if self.said < len(self._sayings) and self._sayings[self.said].event == event:
+            self._has_happened(self.said)
+
+    def _answered(self, launched: Launched, i: int, error: Exception | None) -> None:
+        cluster = self._cluster
+        if isinstance(error, DataStall):
+            cluster.world.at(AGAIN_S, lambda: self._again(launched), None)
+        elif isinstance(error, JournalError) and cluster.failed(-1, error):
+            pass  # the job is started again when there is room, and what was written is known then
+        else:
+            if error is not None:
+                words = f"{type(error).__name__}: {error}"
+                cluster.history.add(cluster.world.now, "refused", step=self._sayings[i].first, session=cluster.session, words=words)
+            self._has_happened(i)
+            self._again(launched)
+
+    def _again(self, launched: Launched) -> None:
+        if self._busy is launched:
+            self._busy = None
+        self.look()
+
+    def _has_happened(self, i: int) -> None:
+        if self.said == i:
+            self.said += 1
+            cluster = self._cluster
+            cluster.history.add(cluster.world.now, "said", session=cluster.session, words=str(self._sayings[i]))
+            cluster.release()

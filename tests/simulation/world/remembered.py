@@ -1,0 +1,168 @@
+"""What costs most in a simulated run and cannot come out differently, remembered: what a shard holds does not depend on who reads it,
+nor where samples are placed on who asks. What is read, drawn, sent and delivered when is never remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from overlord.loader.reader import SourceReader, _Window
+from overlord.mesh import ClientPlaceTree
+from overlord.messages.loader import Evaluate, Evaluated, Read
+from overlord.plan.plan import LoadingPlan
+from overlord.planning.strategies import Strategy, resolve
+from overlord.sample import Buffer, Content, take_rows
+from overlord.setup import prepared_job
+from overlord.sources.base import RawSlice
+from overlord.transforms.base import Block, RowIds, Staged
+
+
+@dataclass(slots=True, eq=False)
+class Memory:
+    """Of one job. Whoever comes second is given what the first has read; arrays that are shared are not to be written to."""
+
+    slices: dict[Any, RawSlice] = field(default_factory=dict)
+    staged: dict[Any, tuple[np.ndarray, np.ndarray, Staged]] = field(default_factory=dict)
+    tables: dict[Any, list[pa.Table]] = field(default_factory=dict)
+    samples: dict[Any, Block] = field(default_factory=dict)  # of all rows of a table
+    windows: dict[Any, tuple[_Window, tuple[int, ...]]] = field(default_factory=dict)
+    blocks: dict[Any, tuple[Evaluated, Content]] = field(default_factory=dict)
+    plans: dict[Any, LoadingPlan] = field(default_factory=dict)
+
+
+class _Chunks:
+    """A chunk reader that is asked once for each slice."""
+
+    waits = many = quick = False
+
+    def __init__(self, chunks: Any, source: str, memory: Memory):
+        self._chunks, self._source, self._memory = chunks, source, memory
+        self.index = chunks.index
+
+    def slice(self, chunk: int, t: int) -> RawSlice:
+        key = (self._source, chunk, t)
+        if (found := self._memory.slices.get(key)) is None:
+            found = self._memory.slices[key] = self._chunks.slice(chunk, t)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._chunks, name)
+
+
+class RememberingReader(SourceReader):
+    """Reads and evaluates as the real one does, and the same thing once."""
+
+    __slots__ = ("_key", "_memory")
+
+    def __init__(self, order: Any, chunks: Any, stages: Any, memory: Memory):
+        super().__init__(order, _Chunks(chunks, order.name, memory), stages)
+        self._memory: Memory = memory
+        self._key: tuple[Any, ...] = ()
+
+    def _open(self, command: Read, spent: np.ndarray) -> tuple[_Window, tuple[int, ...]]:
+        key = self._key = (self.order.name, command.epoch, command.chunks, command.window, command.after)
+        if (found := self._memory.windows.get(key)) is None:
+            found = self._memory.windows[key] = super()._open(command, spent)
+        w = found[0]
+        return _Window(w.key, w.file, w.row, w.at, w.tables, w.reasons, w.dropped, w.after), found[1]
+
+    # Rows, and what is made of them, are the same in every epoch and in whatever blocks they are asked for.
+
+    def _stage_slice(self, raw: RawSlice, ids: RowIds, reasons: list[str]) -> tuple[np.ndarray, np.ndarray, Staged]:
+        if (found := self._memory.staged.get(id(raw))) is None:
+            found = super()._stage_slice(raw, ids, reasons)
+            assert not raw.bad + found[2].bad, "rows that fail have reasons, which are not remembered"
+            self._memory.staged[id(raw)] = found
+        return found
+
+    def _joined(self, tables: list[pa.Table]) -> list[pa.Table]:
+        key = tuple(map(id, tables))
+        if (found := self._memory.tables.get(key)) is None:
+            found = self._memory.tables[key] = super()._joined(tables)
+        return found
+
+    def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:
+        (table,) = tables
+        if (whole := self._memory.samples.get(id(table))) is None:
+            whole = self._memory.samples[id(table)] = super()._row_stage(tables, np.arange(table.num_rows))
+            assert len(whole.index) == table.num_rows, "every row is one sample: none is split, dropped or quarantined"
+            assert not len(whole.long), "long documents are not remembered"
+        meta = {name: take_rows(column, at) for name, column in whole.meta.items()}
+        return Block(index=np.arange(len(at)), part=whole.part[at], tokens=whole.tokens.take(at), meta=meta, bad=[])
+
+    def evaluate(self, command: Evaluate) -> tuple[Evaluated, Content]:
+        window = self._window
+        assert window is not None, "evaluate before read"
+        key = (self._key, window.position, command.rows)
+        if (found := self._memory.blocks.get(key)) is None:
+            evaluated, content = super().evaluate(command)
+            # Blocks are sized by what one costs: not by this machine's clock.
+            found = self._memory.blocks[key] = (replace(evaluated, seconds=0.0), content)
+            _lock(found)
+            return found
+        window.position += found[0].rows
+        window.dropped = 0
+        self.stats.evaluated += found[0].rows
+        self.stats.samples += len(found[0].found)
+        if window.position == len(window.key):
+            self._window, self.stats.raw_bytes = None, 0
+        return found
+
+
+def _lock(block: tuple[Evaluated, Content]) -> None:
+    for array in (block[1].tokens.values, block[1].tokens.offsets, block[0].found.key, block[0].found.row):
+        if isinstance(array, np.ndarray):
+            array.flags.writeable = False
+
+
+class _Placed(LoadingPlan):
+    """A plan that was found valid when it was made: whoever is given it again finds the same, and the same digest."""
+
+    __slots__ = ("_digest",)
+
+    @staticmethod
+    def of(plan: LoadingPlan) -> _Placed:
+        plan.validate()
+        placed = _Placed(**{f.name: getattr(plan, f.name) for f in fields(plan)})
+        object.__setattr__(placed, "_digest", plan.digest())
+        return placed
+
+    def validate(self) -> LoadingPlan:
+        return self
+
+    def digest(self) -> str:
+        digest: str = getattr(self, "_digest")  # noqa: B009
+        return digest
+
+
+def _asked_once(strategy: Strategy, memory: Memory) -> Strategy:
+    """A strategy of ours is a function of the samples and the mesh."""
+
+    def place(buffer: Buffer, tree: ClientPlaceTree) -> LoadingPlan:
+        if buffer.wanted:  # candidates, of which it chooses
+            return strategy(buffer, tree)
+        columns = (buffer.source, buffer.epoch, buffer.file, buffer.row, buffer.part)
+        key = (buffer.step, tree, *(column.tobytes() for column in columns))
+        if (found := memory.plans.get(key)) is None:
+            found = memory.plans[key] = _Placed.of(strategy(buffer, tree))
+        return found
+
+    return place
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """While this lasts, loaders and planners of this process remember."""
+    memory = Memory()
+    setattr(prepared_job, "resolve", lambda name: _asked_once(resolve(name), memory))  # noqa: B010
+    setattr(prepared_job, "SourceReader", lambda order, chunks, stages: RememberingReader(order, chunks, stages, memory))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(prepared_job, "SourceReader", SourceReader)  # noqa: B010
+        setattr(prepared_job, "resolve", resolve)  # noqa: B010

@@ -1,0 +1,138 @@
+"""One seed from end to end: its cluster with faults, the same job undisturbed, and the checker's verdict."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from overlord.cluster import loader_worker
+from overlord.dryrun.virtual_run import simulate
+from overlord.journal import log
+from overlord.journal.storage import whoami
+from overlord.process.memory import pss_bytes
+from tests.simulation.world.checker import Checker, Facts
+from tests.simulation.world.cluster import Cluster
+from tests.simulation.world.history import History, Seen
+from tests.simulation.world.remembered import remembering
+from tests.simulation.world.scenario import LONGEST, MESHES, STEPS, Mesh, Scenario, content, draw, shown, tree_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """What became of a seed."""
+
+    scenario: Scenario
+    violations: list[str]
+    history: History
+    seconds: float  # of virtual time
+
+    @property
+    def fired(self) -> Counter[tuple[str, str]]:
+        return self.history.fired
+
+    def __str__(self) -> str:
+        said = [str(self.scenario)]
+        said += [
+            f"  {e.t:9.3f} s: {e.what} {e.words}" + (f" to step {e.step}" if e.step >= 0 else "")
+            for e in self.history.events
+            if e.what in TOLD
+        ]
+        said += [f"  VIOLATION: {words}" for words in self.violations[:20]]
+        n, faults = len(self.violations) or "no", self.fired.total()
+        said.append(f"  {n} violations, {faults} faults, {self.seconds:.1f} s, history {self.history.digest()}")
+        return "\n".join(said)
+
+
+TOLD = ("fault", "calm", "rewind", "restart", "error", "launch", "reshard", "said", "refused")
+
+
+def undisturbed(scenario: Scenario, mesh: Mesh | None = None) -> dict[tuple[int, int], Seen]:
+    """The same job in one process where nothing happens, under one mesh from its first step to its last."""
+    report = scenario.report if scenario.learns else None
+    said = [saying.event for saying in scenario.sayings]
+    run = simulate(scenario.job(mesh), seed=1, events=said, report=report, prefetch=scenario.options["prefetch"])
+    return {(rank, step.step): Seen.of(step) for rank, steps in run.steps.items() for step in steps}
+
+
+def facts_of(scenario: Scenario) -> Facts:
+    return Facts(
+        rows=scenario.rows, content=content, weights=scenario.weights, mesh=shown(scenario.mesh),
+        places={shown(mesh): _coords(mesh) for mesh in (scenario.mesh, *MESHES)},
+        steps=STEPS, samples=scenario.samples, steady=scenario.steady, longest=LONGEST,
+        prefixes=scenario.look_ahead == 1 and scenario.overflow == "grow", skipped=scenario.skipped,
+    )  # fmt: skip
+
+
+def _coords(mesh: Mesh) -> dict[int, dict[str, int]]:
+    place = tree_of(mesh)
+    return {rank: dict(place.coords(rank)) for rank in range(place.world_size)}
+
+
+def references(scenario: Scenario, history: History) -> dict[str, dict[tuple[int, int], Seen]]:
+    """An undisturbed run for every mesh that the history has."""
+    named = {shown(mesh): mesh for mesh in MESHES}
+    later = {e.words: named[e.words] for e in history.events if e.what == "reshard"}
+    return {name: undisturbed(scenario, mesh) for name, mesh in {shown(scenario.mesh): scenario.mesh, **later}.items()}
+
+
+@contextmanager
+def _without_dateutil() -> Iterator[None]:
+    """pyarrow looks for it with every column of Python values; where there is none, looking would be a sixth of the time. Where there is
+    one it stays: pandas, which pyarrow looks for too, cannot be imported without it."""
+    missing = "dateutil" not in sys.modules and find_spec("dateutil") is None
+    if missing:
+        sys.modules["dateutil"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if missing:
+            del sys.modules["dateutil"]
+
+
+@contextmanager
+def _by_nobody() -> Iterator[None]:
+    """Journals name their writer, process and host. Where a write is torn depends on how long it is, and that must not depend on them."""
+    setattr(log, "whoami", lambda: "process 12345 on vm")  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(log, "whoami", whoami)  # noqa: B010
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """What a run leaves behind is small, and is collected after it: not again and again in the middle of it."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+@contextmanager
+def _of_one_weight() -> Iterator[None]:
+    """Hosts tell what their process weighs. Here all are one, and the system would count its pages each time: with torch in it, 8 ms."""
+    setattr(loader_worker, "pss_bytes", lambda: 2**27)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(loader_worker, "pss_bytes", pss_bytes)  # noqa: B010
+
+
+def run_scenario(scenario: Scenario) -> Verdict:
+    with _without_dateutil(), _without_collections(), _by_nobody(), _of_one_weight(), remembering():
+        cluster = Cluster(scenario)
+        history = cluster.run()
+        found = Checker(facts_of(scenario), references(scenario, history)).check(history)
+    return Verdict(scenario, found, history, cluster.world.now)
+
+
+def run_seed(seed: int) -> Verdict:
+    return run_scenario(draw(seed))
